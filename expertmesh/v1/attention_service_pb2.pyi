@@ -1,0 +1,221 @@
+from expertmesh.v1 import expert_service_pb2 as _expert_service_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("incarnation", "protocol_revision", "model", "numerics_fingerprint", "device", "num_kv_blocks", "kv_block_size", "kv_block_bytes", "num_request_slots", "max_step_tokens", "max_model_len", "colocated")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUEST_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    COLOCATED_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    protocol_revision: int
+    model: _expert_service_pb2.ModelIdentity
+    numerics_fingerprint: bytes
+    device: str
+    num_kv_blocks: int
+    kv_block_size: int
+    kv_block_bytes: int
+    num_request_slots: int
+    max_step_tokens: int
+    max_model_len: int
+    colocated: bool
+    def __init__(self, incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[_expert_service_pb2.ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., num_request_slots: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., colocated: _Optional[bool] = ...) -> None: ...
+
+class SamplingSpec(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "num_logprobs")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    num_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+
+class NewRequest(_message.Message):
+    __slots__ = ("slot", "token_ids", "num_prompt_tokens", "sampling")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    sampling: SamplingSpec
+    def __init__(self, slot: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingSpec, _Mapping]] = ...) -> None: ...
+
+class ScheduledRequest(_message.Message):
+    __slots__ = ("slot", "start", "num_tokens", "new_block_ids", "sample")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEW_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    start: int
+    num_tokens: int
+    new_block_ids: _containers.RepeatedScalarFieldContainer[int]
+    sample: bool
+    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., new_block_ids: _Optional[_Iterable[int]] = ..., sample: _Optional[bool] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("step", "freed_slots", "new_requests", "scheduled", "time_limit_ms")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FREED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NEW_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULED_FIELD_NUMBER: _ClassVar[int]
+    TIME_LIMIT_MS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    freed_slots: _containers.RepeatedScalarFieldContainer[int]
+    new_requests: _containers.RepeatedCompositeFieldContainer[NewRequest]
+    scheduled: _containers.RepeatedCompositeFieldContainer[ScheduledRequest]
+    time_limit_ms: int
+    def __init__(self, step: _Optional[int] = ..., freed_slots: _Optional[_Iterable[int]] = ..., new_requests: _Optional[_Iterable[_Union[NewRequest, _Mapping]]] = ..., scheduled: _Optional[_Iterable[_Union[ScheduledRequest, _Mapping]]] = ..., time_limit_ms: _Optional[int] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class SampledToken(_message.Message):
+    __slots__ = ("slot", "token_id", "logprob", "top_logprobs")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    token_id: int
+    logprob: float
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, slot: _Optional[int] = ..., token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class RunRequest(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: StepRequest
+    def __init__(self, step: _Optional[_Union[StepRequest, _Mapping]] = ...) -> None: ...
+
+class RunResponse(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: StepResponse
+    def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
+
+class StepResponse(_message.Message):
+    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots")
+    class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATUS_UNSPECIFIED: _ClassVar[StepResponse.Status]
+        STATUS_DONE: _ClassVar[StepResponse.Status]
+        STATUS_PAUSED: _ClassVar[StepResponse.Status]
+        STATUS_FAILED: _ClassVar[StepResponse.Status]
+    STATUS_UNSPECIFIED: StepResponse.Status
+    STATUS_DONE: StepResponse.Status
+    STATUS_PAUSED: StepResponse.Status
+    STATUS_FAILED: StepResponse.Status
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DURATION_US_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    status: StepResponse.Status
+    sampled: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    missing: _containers.RepeatedCompositeFieldContainer[_expert_service_pb2.ExpertId]
+    message: str
+    duration_us: int
+    expert_wait_us: int
+    nonfinite_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExpertMapWorker(_message.Message):
+    __slots__ = ("worker_id", "address", "incarnation", "layers", "row_credits")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ROW_CREDITS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    incarnation: int
+    layers: _containers.RepeatedCompositeFieldContainer[_expert_service_pb2.LayerExperts]
+    row_credits: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_expert_service_pb2.LayerExperts, _Mapping]]] = ..., row_credits: _Optional[int] = ...) -> None: ...
+
+class ExpertMapUpdate(_message.Message):
+    __slots__ = ("epoch", "gateway", "workers")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    gateway: int
+    workers: _containers.RepeatedCompositeFieldContainer[ExpertMapWorker]
+    def __init__(self, epoch: _Optional[int] = ..., gateway: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[ExpertMapWorker, _Mapping]]] = ...) -> None: ...
+
+class MembershipRequest(_message.Message):
+    __slots__ = ("expert_map",)
+    EXPERT_MAP_FIELD_NUMBER: _ClassVar[int]
+    expert_map: ExpertMapUpdate
+    def __init__(self, expert_map: _Optional[_Union[ExpertMapUpdate, _Mapping]] = ...) -> None: ...
+
+class ExpertObservation(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "calls", "faults", "rows_out", "rows_back", "bytes_out", "bytes_back", "round_trip_us", "compute_us", "last_fault")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_OUT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_BACK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_BACK_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_US_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
+    LAST_FAULT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    calls: int
+    faults: int
+    rows_out: int
+    rows_back: int
+    bytes_out: int
+    bytes_back: int
+    round_trip_us: int
+    compute_us: int
+    last_fault: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., calls: _Optional[int] = ..., faults: _Optional[int] = ..., rows_out: _Optional[int] = ..., rows_back: _Optional[int] = ..., bytes_out: _Optional[int] = ..., bytes_back: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., last_fault: _Optional[str] = ...) -> None: ...
+
+class MembershipResponse(_message.Message):
+    __slots__ = ("epoch", "observations")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OBSERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    observations: _containers.RepeatedCompositeFieldContainer[ExpertObservation]
+    def __init__(self, epoch: _Optional[int] = ..., observations: _Optional[_Iterable[_Union[ExpertObservation, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,77 @@
+"""The vocabulary of the gateway: requests, sampling parameters, and what comes out of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens of a request are chosen and when it ends. Validated at the door."""
+
+    max_tokens: int
+    """Most tokens to generate; at least 1."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all."""
+    seed: int = 0
+    """64-bit; the door draws one at random where the client gives none."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; they are not part of it."""
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    """None: no log probabilities; 0: of the sampled token only."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, in the words of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probability of a sampled token, and the most likely tokens, descending."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one step added to a request. `text` holds whole characters only."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token id, if asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    """The stop string that ended the output, if one did."""
+    error: Exception | None = None
+    """Set with FinishReason.ERROR."""
+
+
+Sink = Callable[[RequestOutput], None]
+"""Takes outputs of one request; called in the event loop's thread."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request as it enters the engine."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    sink: Sink
+    arrival_s: float
+    """time.monotonic() at the door."""
