@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -75,3 +76,33 @@ class GenerationRequest:
     sink: Sink
     arrival_s: float
     """time.monotonic() at the door."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Load of the engine at one moment."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    request_slots_used: int = 0
+    request_slots_total: int = 0
+
+
+class EnginePort(Protocol):
+    """What the APIs need of the engine; every method may be called from any thread."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queues a request; its outputs go to its sink, the last one with a finish reason.
+
+        Raises:
+            OverloadedError: The queue is full, or the engine cannot take requests at the moment.
+            ContextLengthError: The request can never fit.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request without further outputs; no effect on one that is unknown or ended."""
+
+    def stats(self) -> EngineStats:
+        """Load at this moment."""
