@@ -1,0 +1,136 @@
+"""The pool of KV blocks: its size and its memory.
+
+A KV block holds the keys and values of `block_size` consecutive tokens of one sequence, in every
+layer. Which blocks belong to which request is the gateway's business (block tables arrive with
+the steps); this file only knows how many there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import SettingsError
+from expertmesh.model_config import ModelConfig
+
+
+class PagedKvCache:
+    """Key and value caches of all layers: [num_blocks, num_kv_heads, block_size, head_dim].
+
+    Memory is left as allocated: attention reads only positions that were written. So the
+    operating system commits pages of the pool as they are used for the first time.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_bytes = kv_block_bytes(config, block_size, dtype)
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
+            (
+                torch.empty(shape, dtype=dtype, device=device),
+                torch.empty(shape, dtype=dtype, device=device),
+            )
+            for shape in (
+                (num_blocks, layer.attention.num_kv_heads, block_size, layer.attention.head_dim)
+                for layer in config.layers
+            )
+        )
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block over all layers, keys and values."""
+    width = sum(2 * layer.attention.kv_size for layer in config.layers)
+    return width * block_size * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KvPoolSettings:
+    """What decides the size of the pool."""
+
+    block_size: int
+    """Tokens per KV block."""
+    max_num_seqs: int
+    """Most requests at a time."""
+    max_model_len: int
+    """Longest sequence in tokens."""
+    cache_tokens: int | None = None
+    """Tokens that the pool shall hold; None derives it from memory."""
+    memory_fraction: float = 0.3
+    """Part of the memory available at start-up that a derived pool may take."""
+
+
+def choose_num_kv_blocks(
+    config: ModelConfig, settings: KvPoolSettings, dtype: torch.dtype, available_bytes: int
+) -> int:
+    """Blocks of the pool: as asked for, else the smaller of what memory allows and what
+    `max_num_seqs` sequences of `max_model_len` tokens can use.
+
+    Raises:
+        SettingsError: Not even one sequence of max_model_len fits.
+    """
+    blocks_per_sequence = -(-settings.max_model_len // settings.block_size)
+    block_bytes = kv_block_bytes(config, settings.block_size, dtype)
+    if settings.cache_tokens is not None:
+        num_blocks = settings.cache_tokens // settings.block_size
+        source = f"kv_cache_tokens={settings.cache_tokens}"
+    else:
+        affordable = int(available_bytes * settings.memory_fraction) // block_bytes
+        num_blocks = min(affordable, settings.max_num_seqs * blocks_per_sequence)
+        source = (
+            f"{settings.memory_fraction:.0%} of {available_bytes / 2**20:.0f} MiB available memory"
+        )
+    if num_blocks < blocks_per_sequence:
+        raise SettingsError(
+            f"the KV cache has room for {num_blocks * settings.block_size} tokens ({source}, "
+            f"{block_bytes / settings.block_size:.0f} bytes per token), "
+            f"less than max_model_len={settings.max_model_len}",
+            fix="lower --max-model-len or give the KV cache more tokens",
+        )
+    if settings.cache_tokens is not None and num_blocks * block_bytes > available_bytes:
+        raise SettingsError(
+            f"a KV cache of {settings.cache_tokens} tokens needs "
+            f"{num_blocks * block_bytes / 2**20:.0f} MiB, "
+            f"but only {available_bytes / 2**20:.0f} MiB of memory are available",
+            fix=f"ask for at most {available_bytes * settings.block_size // block_bytes} tokens",
+        )
+    return num_blocks
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes of the device; for the CPU within the limit of the control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = _meminfo_available(Path("/proc/meminfo"))
+    limit, used = (_cgroup_bytes(Path("/sys/fs/cgroup") / name) for name in _CGROUP_FILES)
+    if limit is None:
+        return free
+    return max(0, min(free, limit - (used or 0)))
+
+
+_CGROUP_FILES = ("memory.max", "memory.current")
+
+
+def _meminfo_available(path: Path) -> int:
+    """MemAvailable in bytes; 4 GiB where the operating system has no such file."""
+    if not path.exists():
+        return 4 * 2**30
+    fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _cgroup_bytes(path: Path) -> int | None:
+    """A number from a file of the control group; None without a file or limit."""
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    return None if text == "max" else int(text)

@@ -1,0 +1,47 @@
+"""Grouped-query attention over paged keys and values. T rows, H hidden size, D head_dim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attention_worker.model_states.paged_kv import AttentionInputs
+from expertmesh.model_config import AttentionConfig
+from expertmesh_kernels.linear import PackedLinear, linear
+from expertmesh_kernels.paged_attention import paged_attention, write_kv
+from expertmesh_kernels.rope import RopeTable, apply_rope
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Fused qkv, rope, write to the pages, attention over the pages, output projection."""
+
+    layer: int
+    config: AttentionConfig
+    qkv: PackedLinear
+    """H -> heads, then key heads, then value heads, D each."""
+    o: PackedLinear
+    rope: RopeTable
+
+    def __call__(self, h_TH: Tensor, inputs: AttentionInputs) -> Tensor:
+        """[T, H] -> [T, H]; the rows' keys and values are in the pages afterwards."""
+        config = self.config
+        num_q, num_kv = config.num_heads, config.num_kv_heads
+        k_cache, v_cache = inputs.caches[self.layer]
+        qkv_TnD = linear(h_TH, self.qkv).view(-1, num_q + 2 * num_kv, config.head_dim)
+        qk_TnD, v_TnD = qkv_TnD.split((num_q + num_kv, num_kv), dim=1)
+        apply_rope(qk_TnD, inputs.positions_T, self.rope)
+        q_TnD, k_TnD = qk_TnD.split((num_q, num_kv), dim=1)
+        write_kv(k_TnD, v_TnD, k_cache, v_cache, inputs.kv_slots_T)
+        mixed_TnD = paged_attention(
+            q_TnD,
+            k_cache,
+            v_cache,
+            inputs.block_tables_SB,
+            inputs.sequence_of_row_T,
+            inputs.positions_T,
+            scale=config.scale,
+            sliding_window=config.sliding_window,
+        )
+        return linear(mixed_TnD.reshape(len(h_TH), config.q_size), self.o)

@@ -1,0 +1,57 @@
+"""The forward pass of a decoder-only transformer: blocking Python that reads top to bottom.
+
+A model is data: its layers are objects made by `loader.py` from `ModelConfig`; nothing here knows
+a family. All math goes through `expertmesh_kernels`, apart from gathers and residual additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_worker.batch import Batch
+from attention_worker.layers.attention import Attention
+from attention_worker.layers.ffn import ExpertCalls, Ffn
+from attention_worker.layers.norm import RmsNorm
+from attention_worker.model_states.paged_kv import AttentionInputs
+from expertmesh.model_config import ModelConfig
+from expertmesh_kernels.linear import PackedLinear, linear
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """x += attention(input_norm(x)); x += ffn(post_attention_norm(x))."""
+
+    input_norm: RmsNorm
+    attention: Attention
+    post_attention_norm: RmsNorm
+    ffn: Ffn
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights of everything but the experts, in the order of use."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    embed_VH: Tensor
+    layers: tuple[DecoderLayer, ...]
+    norm: RmsNorm
+    lm_head: PackedLinear
+
+    def forward(self, batch: Batch, inputs: AttentionInputs, calls: ExpertCalls) -> Tensor:
+        """Logits of the rows to sample, float32 [P, V]; keys and values of all rows are written.
+
+        Raises:
+            ExpertUnavailableError: A routed expert has no usable copy within its deadline.
+        """
+        x_TH = self.embed_VH[batch.token_ids_T]
+        for layer in self.layers:
+            x_TH = x_TH + layer.attention(layer.input_norm(x_TH), inputs)
+            x_TH = x_TH + layer.ffn(layer.post_attention_norm(x_TH), calls)
+        x_PH = self.norm(x_TH[batch.last_rows_P])
+        return linear(x_PH, self.lm_head, out_dtype=torch.float32)

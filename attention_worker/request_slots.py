@@ -1,0 +1,108 @@
+"""Request slots: what is known of each request, in rows that stay put for a request's whole life.
+
+Owner: the thread that runs the steps. The gateway chooses the slot of a request, so a step names
+only slots and deltas, and a batch is made by gathering rows, without a Python loop over tokens.
+Shape letters: S rows of these tables (request slots), L max_model_len.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+NO_LOGPROBS = -1
+
+
+@dataclass(frozen=True)
+class SlotSampling:
+    """How tokens of one request are chosen."""
+
+    temperature: float
+    """0 means greedy."""
+    top_p: float
+    """0 < top_p <= 1."""
+    top_k: int
+    """0 means all."""
+    seed: int
+    """64-bit, unsigned."""
+    num_logprobs: int = NO_LOGPROBS
+
+
+class RequestSlots:
+    """Tables with one row per request slot.
+
+    Tokens of a row are at [0, length); KV is committed for [0, num_computed), num_computed <=
+    length. The tokens from `num_prompt` on are generated: that decides the token class of a row.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
+        self.num_slots = num_slots
+        self.max_model_len = max_model_len
+        self.token_ids_SL: npt.NDArray[np.int32] = np.zeros((num_slots, max_model_len), np.int32)
+        self.length_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.num_computed_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.num_prompt_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.in_use_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.temperature_S: npt.NDArray[np.float32] = np.zeros(num_slots, np.float32)
+        self.top_p_S: npt.NDArray[np.float32] = np.ones(num_slots, np.float32)
+        self.top_k_S: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)
+        self.seed_S: npt.NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
+        self.num_logprobs_S: npt.NDArray[np.int64] = np.full(num_slots, NO_LOGPROBS, np.int64)
+
+    def add(
+        self,
+        slot: int,
+        token_ids: npt.NDArray[np.int32],
+        num_prompt_tokens: int,
+        sampling: SlotSampling,
+    ) -> None:
+        """Fills a row; nothing of the request is computed yet. Overwrites what was there."""
+        length = len(token_ids)
+        self.token_ids_SL[slot, :length] = token_ids
+        self.length_S[slot] = length
+        self.num_computed_S[slot] = 0
+        self.num_prompt_S[slot] = num_prompt_tokens
+        self.temperature_S[slot] = sampling.temperature
+        self.top_p_S[slot] = sampling.top_p
+        self.top_k_S[slot] = sampling.top_k
+        self.seed_S[slot] = sampling.seed
+        self.num_logprobs_S[slot] = sampling.num_logprobs
+        self.in_use_S[slot] = True
+
+    def holds_unstarted(
+        self, slot: int, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int
+    ) -> bool:
+        """True if the row holds just this request and no step of it was committed."""
+        return bool(
+            self.in_use_S[slot]
+            and self.num_computed_S[slot] == 0
+            and self.num_prompt_S[slot] == num_prompt_tokens
+            and np.array_equal(self.token_ids_SL[slot, : self.length_S[slot]], token_ids)
+        )
+
+    def free(self, slot: int) -> None:
+        """Frees a row; a free row stays free."""
+        self.in_use_S[slot] = False
+        self.length_S[slot] = 0
+        self.num_computed_S[slot] = 0
+
+    def reset(self) -> None:
+        """Frees all rows."""
+        self.in_use_S[:] = False
+        self.length_S[:] = 0
+        self.num_computed_S[:] = 0
+
+    def commit_computed(
+        self, slots_S: npt.NDArray[np.int64], num_tokens_S: npt.NDArray[np.int64]
+    ) -> None:
+        """KV of this many more tokens is there to stay. Slots must differ from each other."""
+        self.num_computed_S[slots_S] += num_tokens_S
+
+    def commit_sampled(
+        self, slots_P: npt.NDArray[np.int64], token_ids_P: npt.NDArray[np.int64]
+    ) -> None:
+        """Appends one token to each row. Slots must differ and have room."""
+        self.token_ids_SL[slots_P, self.length_S[slots_P]] = token_ids_P
+        self.length_S[slots_P] += 1
