@@ -102,7 +102,7 @@ class EnginePort(Protocol):
         """
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request without further outputs; no effect on one that is unknown or ended."""
+        """Ends a request with FinishReason.ABORT; no effect on one that is unknown or ended."""
 
     def stats(self) -> EngineStats:
         """Load at this moment."""

@@ -1,0 +1,93 @@
+"""A request while the engine works on it, and what one step computes of it.
+
+Owner: the scheduler, in the engine thread.
+
+    token_ids         prompt ............ | generated ... |
+    num_computed      ------- KV is there (or scheduled) -->
+    num_placeholders  tokens that steps in flight will append
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.sequence import GenerationRequest, SamplingParams
+
+
+class RequestState:
+    """What the scheduler knows of a request."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_computed = 0
+        self.num_placeholders = 0
+        self.slot: int | None = None
+        """Request slot while it runs; None while it waits."""
+        self.life = 0
+        """Counts admissions: results of an earlier life are dropped."""
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.request.request_id
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def num_wanted(self, max_model_len: int) -> int:
+        """Tokens left to compute; 0 if the last possible token is in flight."""
+        if self.num_placeholders:
+            all_tokens = len(self.token_ids) + self.num_placeholders
+            generated = self.num_generated + self.num_placeholders
+            if generated >= self.request.params.max_tokens or all_tokens >= max_model_len:
+                return 0
+        return len(self.token_ids) + self.num_placeholders - self.num_computed
+
+
+@dataclass(frozen=True)
+class SlotOpening:
+    """A request that becomes known to the attention worker."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class ScheduledEntry:
+    """Tokens [start, start + num_tokens) of a request, to be computed in one step."""
+
+    state: RequestState
+    life: int
+    slot: int
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...]
+    sample: bool
+
+    @property
+    def current(self) -> bool:
+        """False if the request ended or was preempted since."""
+        return self.state.slot == self.slot and self.state.life == self.life
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """One step: deltas against what the attention worker knows."""
+
+    step: int
+    freed_slots: tuple[int, ...]
+    opened: tuple[SlotOpening, ...]
+    entries: tuple[ScheduledEntry, ...]
+    preempted: tuple[RequestState, ...] = ()
+    admitted: tuple[RequestState, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(entry.num_tokens for entry in self.entries)
