@@ -8,8 +8,8 @@ then stops its children in order), with two pipes:
     ready     child writes one line of JSON: {"port": ...} when it serves, {"error": ...} if it
               cannot start
 
-Child side: `watch_lifeline` first, then `announce_ready` or `announce_failure` once. All three do
-nothing in a process that was started by hand.
+Child side: `watch_lifeline` first, then `announce_ready` or `announce_failure` once. In a process
+that was started by hand the first two do nothing, and the last writes to standard error.
 
 Threads: `NAME-waiter` (one a child, ends with it) reaps the child, so there are no zombies;
 `lifeline` in the child ends with the process.
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -243,23 +244,41 @@ def watch_lifeline(on_parent_gone: Callable[[], None], *, hard_exit_s: float = 3
 
 
 def announce_ready(info: Mapping[str, object]) -> None:
-    """In a child: tells the parent that it serves. Once; by hand nothing happens."""
+    """Tells the parent, if there is one, that this process serves. Once."""
     _announce(dict(info))
 
 
 def announce_failure(error: StartupError) -> None:
-    """In a child: tells the parent why it cannot start. Once; by hand nothing happens."""
-    _announce({"error": error.message, "fix": error.fix, "exit_code": error.exit_code})
+    """Tells the parent why this process cannot start, or standard error if started by hand."""
+    told = _announce({"error": error.message, "fix": error.fix, "exit_code": error.exit_code})
+    if not told or os.environ.get("EXPERTMESH_DEBUG") == "1":
+        write_error(error)
 
 
-def _announce(message: dict[str, object]) -> None:
+def write_error(error: BaseException) -> None:
+    """Writes `error: ...`, and `fix: ...` if there is one, to standard error.
+
+    A traceback is written only with EXPERTMESH_DEBUG=1.
+    """
+    if os.environ.get("EXPERTMESH_DEBUG") == "1":
+        traceback.print_exception(error)
+    message = error.message if isinstance(error, StartupError) else str(error)
+    lines = [f"error: {' '.join(message.split())}"]
+    if isinstance(error, StartupError) and error.fix:
+        lines.append(f"fix: {' '.join(error.fix.split())}")
+    sys.stderr.write("\n".join(lines) + "\n")
+
+
+def _announce(message: dict[str, object]) -> bool:
+    """True if there was a parent to tell."""
     fd = _take_fd(READY_FD)
     if fd is None:
-        return
+        return False
     line = json.dumps(message).encode()[: _MAX_READY_BYTES - 1] + b"\n"
     with contextlib.suppress(BrokenPipeError):  # the parent is gone: the lifeline handles it
         os.write(fd, line)
     os.close(fd)
+    return True
 
 
 def _take_fd(name: str) -> int | None:

@@ -69,9 +69,9 @@ class Settings:
 class LogSettings(Settings):
     """What a process writes to standard error."""
 
-    level: LogLevel = "info"
+    log_level: LogLevel = "info"
     """Least severe level that is written."""
-    format: LogFormat = "auto"
+    log_format: LogFormat = "auto"
     """text for people, json for log collectors; auto is text on a terminal, json elsewhere."""
 
 
@@ -93,11 +93,9 @@ class HttpSettings(Settings):
 
 
 @dataclass(frozen=True)
-class ModelSettings(Settings):
-    """Which model is served, and how."""
+class ModelOptions(Settings):
+    """How a model is served, whichever it is."""
 
-    model: str = "demo"
-    """Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense."""
     dtype: Dtype = "auto"
     """Type of weights and activations; auto is the checkpoint's own."""
     max_model_len: int | None = None
@@ -109,6 +107,14 @@ class ModelSettings(Settings):
         """Checks the ranges."""
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 1, 2**24)
+
+
+@dataclass(frozen=True)
+class ModelSettings(ModelOptions):
+    """Which model is served, and how."""
+
+    model: str = "demo"
+    """Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +216,9 @@ class GatewaySettings(Settings):
 
 
 @dataclass(frozen=True)
-class ExpertWorkerSettings(Settings):
-    """Everything that an expert worker needs."""
+class ExpertWorkerOptions(Settings):
+    """How an expert worker serves, whatever the model."""
 
-    model: str = "demo"
-    """Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense."""
     host: str = "127.0.0.1"
     """Address to bind. There is no authentication: bind only to a network that you trust."""
     port: int = 50061
@@ -234,7 +238,6 @@ class ExpertWorkerSettings(Settings):
     """Token rows that one attention worker may have in flight here; bounds the memory."""
     drain_grace_s: float = 2.0
     """Seconds for calls in flight when the process is told to stop."""
-    log: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -242,6 +245,15 @@ class ExpertWorkerSettings(Settings):
         _check_int("max_streams", self.max_streams, 1, 4096)
         _check_int("row_credits", self.row_credits, 1, 2**24)
         _check_float("drain_grace_s", self.drain_grace_s, 0.0, 3600.0)
+
+
+@dataclass(frozen=True)
+class ExpertWorkerSettings(ExpertWorkerOptions):
+    """Everything that an expert worker needs."""
+
+    model: str = "demo"
+    """Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense."""
+    log: LogSettings = field(default_factory=LogSettings)
 
 
 @dataclass(frozen=True)
