@@ -1,0 +1,73 @@
+"""Model families: one declarative module each; everything else is shared.
+
+A new family is a module with a `Family` and a line in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from expertmesh.errors import CheckpointError
+from expertmesh.families.config_reader import ConfigReader
+from expertmesh.families.llama import LLAMA
+from expertmesh.families.mixtral import MIXTRAL
+from expertmesh.families.rules import ExpertLayout, ExpertRules, Family, StoredTensor, TensorRule
+from expertmesh.json_file import read_json_object
+from expertmesh.model_config import ModelConfig
+
+__all__ = [
+    "FAMILIES",
+    "ExpertLayout",
+    "ExpertRules",
+    "Family",
+    "StoredTensor",
+    "TensorRule",
+    "load_model_config",
+]
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL)}
+"""model_type to family."""
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def load_model_config(model_dir: Path) -> ModelConfig:
+    """Reads `config.json`, and the end tokens of `generation_config.json` if it has them.
+
+    Code named by the checkpoint (`auto_map`) is never loaded.
+
+    Raises:
+        CheckpointError: the folder, a key or a value is not what a supported family has.
+    """
+    if not model_dir.is_dir():
+        raise CheckpointError(
+            f"{model_dir}: not a folder", fix="give a folder with config.json, or `demo`"
+        )
+    path = model_dir / "config.json"
+    reader = ConfigReader(path, read_json_object(path, MAX_CONFIG_BYTES))
+    family = _family(reader)
+    if reader.raw.get("quantization_config") is not None:
+        reader.fail("quantization_config", "nothing", fix="quantised files are not supported yet")
+    config = family.parse_config(reader)
+    eos_token_ids = _generation_eos(model_dir, config.vocab_size)
+    return replace(config, eos_token_ids=eos_token_ids) if eos_token_ids else config
+
+
+def _family(reader: ConfigReader) -> Family:
+    family = FAMILIES.get(reader.text("model_type"))
+    if family is None:
+        supported = ", ".join(sorted(FAMILIES))
+        reader.fail("model_type", f"a supported family ({supported})")
+    architectures = reader.raw.get("architectures")
+    if architectures and architectures != [family.architecture]:
+        reader.fail("architectures", f"['{family.architecture}']")
+    return family
+
+
+def _generation_eos(model_dir: Path, vocab_size: int) -> tuple[int, ...]:
+    path = model_dir / "generation_config.json"
+    if not path.exists():
+        return ()
+    reader = ConfigReader(path, read_json_object(path, MAX_CONFIG_BYTES))
+    return reader.integers("eos_token_id", 0, vocab_size - 1)
