@@ -147,7 +147,7 @@ class WireError(ExpertMeshError):
 
     def __init__(
         self,
-        code: pb.ForwardError.Code.ValueType,
+        code: pb.ForwardError.Code,
         message: str,
         *,
         expert_ids: Sequence[int] = (),
