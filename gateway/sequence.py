@@ -60,6 +60,8 @@ class RequestOutput:
     """The stop string that ended the output, if one did."""
     error: Exception | None = None
     """Set with FinishReason.ERROR."""
+    queue_time_s: float | None = None
+    """Seconds between arrival and the first time scheduled; set on the first output only."""
 
 
 Sink = Callable[[RequestOutput], None]
@@ -79,6 +81,25 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
+class DispatchStats:
+    """Totals of the calls to one expert worker since the gateway started."""
+
+    worker_id: str
+    calls: int = 0
+    faults: int = 0
+    rows_out: int = 0
+    """Token rows sent."""
+    rows_back: int = 0
+    """Rows received: one per (token, expert)."""
+    bytes_out: int = 0
+    bytes_back: int = 0
+    round_trip_s: float = 0.0
+    """Sum over the calls."""
+    compute_s: float = 0.0
+    """Part of it that the expert worker reports as computing."""
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Load of the engine at one moment."""
 
@@ -88,6 +109,11 @@ class EngineStats:
     kv_blocks_total: int = 0
     request_slots_used: int = 0
     request_slots_total: int = 0
+    alive: bool = True
+    """False once the engine can no longer serve."""
+    num_preemptions: int = 0
+    """Since the gateway started."""
+    dispatch: tuple[DispatchStats, ...] = ()
 
 
 class EnginePort(Protocol):
