@@ -24,12 +24,12 @@ class ExpertCalls:
     """How the MoE layers of one step reach their experts, and what that cost."""
 
     client: ExpertClient
-    num_generated_rows: int
-    """Token class: rows [0, num_generated_rows) are generated tokens."""
     timeout_s: float
     """Longest time of one layer's call."""
     step_deadline_s: float = float("inf")
     """End of the step on the monotonic clock."""
+    num_generated_rows: int = 0
+    """Token class: rows [0, num_generated_rows) are generated tokens."""
     wait_s: float = 0.0
     """Time spent waiting for outputs so far."""
 

@@ -1,0 +1,180 @@
+"""One step of the scheduler, as a transaction: deltas, forward pass, sampling, commit.
+
+Owner: one thread, that of the Run stream. A step either commits (STATUS_DONE) or leaves lengths
+and tokens as they were; then the gateway repeats its work under a new step number. What stays
+of an abandoned step are its deltas (see `step_deltas.py`) and rewritable KV rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attention_worker.batch import Batch, Schedule, make_batch
+from attention_worker.experts import ExpertClient
+from attention_worker.kv_cache import PagedKvCache
+from attention_worker.layers.ffn import ExpertCalls
+from attention_worker.model import Model
+from attention_worker.model_states.paged_kv import PagedKvState
+from attention_worker.request_slots import RequestSlots
+from attention_worker.sampler import sample_tokens, sampled_messages
+from attention_worker.step_deltas import MalformedStepError, StepDeltas
+from expertmesh.errors import ExpertUnavailableError
+from expertmesh.v1 import attention_service_pb2 as pb
+from expertmesh.v1 import expert_service_pb2
+
+logger = logging.getLogger(__name__)
+
+LogitsObserver = Callable[[npt.NDArray[np.int64], Tensor], None]
+"""Takes request slots [P] and their logits, float32 [P, V]; must not keep or change them."""
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """How much a runner takes."""
+
+    num_request_slots: int
+    """Most requests that are known at a time."""
+    max_step_tokens: int
+    """Most tokens of one step."""
+    expert_call_timeout_s: float = 30.0
+    """Longest time of one layer's call to the experts, in seconds."""
+
+
+def ignore_logits(slots_P: npt.NDArray[np.int64], logits_PV: Tensor) -> None:
+    """The observer that is there by default."""
+
+
+class ModelRunner:
+    """Executes steps of one model. The longest sequence is `model.max_model_len`."""
+
+    def __init__(
+        self, model: Model, experts: ExpertClient, kv: PagedKvCache, limits: RunnerLimits
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        self.limits = limits
+        self.on_logits: LogitsObserver = ignore_logits
+        self._experts = experts
+        self._slots = RequestSlots(limits.num_request_slots, model.max_model_len)
+        self._state = PagedKvState(kv, limits.num_request_slots, model.max_model_len)
+        self._deltas = StepDeltas(
+            self._slots, self._state, model.config.vocab_size, limits.max_step_tokens
+        )
+        self._last_step = -1
+
+    def reset(self) -> None:
+        """Forgets all requests: a new gateway knows none of them."""
+        self._deltas.reset()
+        self._last_step = -1
+
+    def execute(self, step: pb.StepRequest) -> pb.StepResponse:
+        """Executes one step; every outcome is in the response's status, nothing is raised.
+
+        STATUS_DONE: one sampled token per request with `sample`, except those in
+        `nonfinite_slots`, which get none. STATUS_PAUSED: `missing` experts have no usable copy.
+        STATUS_FAILED: the step is malformed, or computing it failed; the message says how.
+        """
+        started_s = time.monotonic()
+        calls = self._expert_calls(step, started_s)
+        try:
+            response = self._execute(step, calls)
+        except MalformedStepError as error:
+            response = _failed(f"malformed step: {error}")
+        except ExpertUnavailableError as error:
+            response = _paused(error)
+        except Exception as error:  # a step that fails must not take other requests with it
+            logger.exception("step %d failed", step.step)
+            response = _failed(f"{type(error).__name__}: {error}")
+        response.step = step.step
+        response.duration_us = _microseconds(time.monotonic() - started_s)
+        response.expert_wait_us = _microseconds(calls.wait_s)
+        return response
+
+    def _execute(self, step: pb.StepRequest, calls: ExpertCalls) -> pb.StepResponse:
+        if step.step <= self._last_step:
+            raise MalformedStepError(f"number {step.step}, expected more than {self._last_step}")
+        self._last_step = step.step
+        schedule = self._deltas.apply(step)
+        if not len(schedule.slots_S):
+            return pb.StepResponse(status=pb.StepResponse.STATUS_DONE)
+        self._experts.begin_step(step.step)
+        batch = make_batch(schedule, self._slots, self.model.device)
+        logits_PV = self._forward(schedule, batch, calls)
+        response = self._sample_and_commit(schedule, batch, logits_PV)
+        response.status = pb.StepResponse.STATUS_DONE
+        return response
+
+    def _expert_calls(self, step: pb.StepRequest, started_s: float) -> ExpertCalls:
+        limit_s = step.time_limit_ms / 1000 if step.time_limit_ms else float("inf")
+        return ExpertCalls(
+            client=self._experts,
+            timeout_s=self.limits.expert_call_timeout_s,
+            step_deadline_s=started_s + limit_s,
+        )
+
+    def _forward(self, schedule: Schedule, batch: Batch, calls: ExpertCalls) -> Tensor:
+        """Logits of the batch's P sequences to sample, float32 [P, V]."""
+        calls.num_generated_rows = batch.num_generated_rows
+        inputs = self._state.prepare(
+            schedule.slots_S, batch.sequence_of_row_T, batch.positions_T
+        )
+        with torch.inference_mode():
+            return self.model.forward(batch, inputs, calls)
+
+    def _sample_and_commit(
+        self, schedule: Schedule, batch: Batch, logits_PV: Tensor
+    ) -> pb.StepResponse:
+        """Samples from finite logits; only the last lines change the state of requests."""
+        slots_P, positions_P = batch.sample_slots_P, batch.sample_positions_P
+        response = pb.StepResponse()
+        if len(slots_P):
+            self.on_logits(slots_P, logits_PV)
+            finite_P = _finite_rows(logits_PV)
+            if not finite_P.all():
+                response.nonfinite_slots.extend(slots_P[~finite_P].tolist())
+                logits_PV = logits_PV[torch.from_numpy(finite_P).to(logits_PV.device)]
+                slots_P, positions_P = slots_P[finite_P], positions_P[finite_P]
+        if len(slots_P):
+            token_ids_P = sample_tokens(logits_PV, slots_P, positions_P, self._slots)
+            response.sampled.extend(
+                sampled_messages(logits_PV, slots_P, token_ids_P, self._slots)
+            )
+            self._slots.commit_sampled(slots_P, token_ids_P)
+        self._slots.commit_computed(schedule.slots_S, schedule.num_tokens_S)
+        return response
+
+
+def _finite_rows(logits_PV: Tensor) -> npt.NDArray[np.bool_]:
+    """Which rows are free of NaN and infinities, [P]."""
+    sums_P = logits_PV.sum(dim=1)  # one pass; anything not finite makes its sum not finite
+    if bool(torch.isfinite(sums_P).all()):
+        return np.ones(len(logits_PV), np.bool_)
+    finite: npt.NDArray[np.bool_] = torch.isfinite(logits_PV).all(dim=1).cpu().numpy()
+    return finite
+
+
+def _failed(message: str) -> pb.StepResponse:
+    return pb.StepResponse(status=pb.StepResponse.STATUS_FAILED, message=message)
+
+
+def _paused(error: ExpertUnavailableError) -> pb.StepResponse:
+    return pb.StepResponse(
+        status=pb.StepResponse.STATUS_PAUSED,
+        message=str(error),
+        missing=[
+            expert_service_pb2.ExpertId(layer=layer, expert=expert)
+            for layer, expert in error.missing
+        ],
+    )
+
+
+def _microseconds(seconds: float) -> int:
+    return min(int(seconds * 1e6), 2**32 - 1)

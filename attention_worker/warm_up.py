@@ -1,0 +1,87 @@
+"""Compiles every kernel that a request will use, before there is a request.
+
+Numba compiles a kernel for the types of its first call; the steps below show it prompt rows,
+generated rows, greedy and seeded sampling, and log probabilities, in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention_worker.experts import Pending
+from attention_worker.kv_cache import PagedKvCache
+from attention_worker.model import Model
+from attention_worker.model_runner import ModelRunner, RunnerLimits
+from expertmesh.v1 import attention_service_pb2 as pb
+from expertmesh_kernels.combine import combine
+from expertmesh_kernels.dispatch import plan_dispatch
+from expertmesh_kernels.router import Routing
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """Outputs of experts that answer with zeros."""
+
+    h_TH: Tensor
+    routing: Routing
+
+    def result(self) -> Tensor:
+        num_slots = self.routing.topk_ids_TK.size
+        outputs_SH = torch.zeros((num_slots, self.h_TH.shape[1]), dtype=self.h_TH.dtype)
+        return combine(outputs_SH.to(self.h_TH.device), self.routing.topk_weights_TK)
+
+
+class _ZeroExperts:
+    """Stands in for expert workers, which may not be known yet: splits and combines rows only."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._worker_of_expert_E = np.zeros(num_experts, np.int32)
+
+    def begin_step(self, step: int) -> None:
+        """There is no map to pin."""
+
+    def dispatch(
+        self,
+        layer: int,
+        h_TH: Tensor,
+        routing: Routing,
+        num_generated_rows: int,
+        deadline_s: float,
+    ) -> Pending:
+        """Plans the call and drops it."""
+        plan_dispatch(routing.topk_ids_TK, self._worker_of_expert_E, num_generated_rows)
+        return _Zeros(h_TH, routing)
+
+
+def warm_up(model: Model, kv: PagedKvCache) -> None:
+    """Runs a prompt step and a decode step of two sequences with zeros for experts' outputs.
+
+    What it writes to the KV pool is never read.
+
+    Raises:
+        RuntimeError: A step fails, so no request could be served either.
+    """
+    experts = _ZeroExperts(model.config.num_experts)
+    runner = ModelRunner(model, experts, kv, RunnerLimits(num_request_slots=2, max_step_tokens=8))
+    num_tokens = min(2, model.max_model_len - 2)
+    if num_tokens < 1 or kv.num_blocks < 2 or kv.block_size < num_tokens + 2:
+        return
+    token_ids = np.zeros(num_tokens, "<i4").tobytes()
+    greedy = pb.SamplingSpec(temperature=0.0, num_logprobs=1)
+    seeded = pb.SamplingSpec(temperature=1.0, top_p=0.9, top_k=4, seed=1)
+    prompts = pb.StepRequest(step=0)
+    decode = pb.StepRequest(step=1)
+    for slot, sampling in enumerate((greedy, seeded)):
+        prompts.new_requests.add(
+            slot=slot, token_ids=token_ids, num_prompt_tokens=num_tokens, sampling=sampling
+        )
+        prompts.scheduled.add(slot=slot, num_tokens=num_tokens, new_block_ids=[slot], sample=True)
+        decode.scheduled.add(slot=slot, start=num_tokens, num_tokens=1, sample=True)
+    for step in (prompts, decode):
+        response = runner.execute(step)
+        if response.status != pb.StepResponse.STATUS_DONE:
+            raise RuntimeError(f"warm-up step failed: {response.message}")

@@ -1,0 +1,164 @@
+"""Drives a ModelRunner with real StepRequests: the smallest scheduler that can.
+
+It gives out request slots and KV blocks, sends deltas only, and mixes decode rows and prompt
+chunks in one step. Logits of every sampled position are kept, to be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from attention_worker.model_runner import ModelRunner
+from expertmesh.v1 import attention_service_pb2 as pb
+from torch import Tensor
+
+
+@dataclass
+class DrivenRequest:
+    """A request and what became of it."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: pb.SamplingSpec
+    slot: int = -1
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and output."""
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    known: bool = False
+    """The runner has been told of it."""
+    logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """[V] for each output token."""
+    sampled: list[pb.SampledToken] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens after the prompt."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def finished(self) -> bool:
+        """All tokens are there; end tokens are not looked at."""
+        return len(self.output) >= self.max_tokens
+
+
+class RunnerDriver:
+    """Feeds one runner. Requests wait for a free slot in the order of `submit`.
+
+    Args:
+        runner: What to drive; its observer of logits is replaced.
+        chunk: Most prompt tokens of one request in a step.
+        budget: Most tokens of a step; by default what the runner takes.
+    """
+
+    def __init__(self, runner: ModelRunner, *, chunk: int = 512, budget: int | None = None) -> None:
+        self.runner = runner
+        self.chunk = chunk
+        self.budget = budget or runner.limits.max_step_tokens
+        self.running: list[DrivenRequest] = []
+        self.waiting: list[DrivenRequest] = []
+        self.step_number = 0
+        self._free_slots = list(range(runner.limits.num_request_slots))
+        # Backwards, so that a sequence's blocks are neither adjacent nor ascending by accident.
+        self._free_blocks = list(range(runner.kv.num_blocks))
+        self._freed: list[int] = []
+        self._logits: dict[int, npt.NDArray[np.float32]] = {}
+        runner.on_logits = self._keep_logits
+
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, sampling: pb.SamplingSpec | None = None
+    ) -> DrivenRequest:
+        """Queues a request; greedy by default."""
+        request = DrivenRequest(
+            list(prompt), max_tokens, sampling or pb.SamplingSpec(), tokens=list(prompt)
+        )
+        self.waiting.append(request)
+        return request
+
+    def run(self) -> None:
+        """Steps until every request is finished; a step that is not done fails the test."""
+        while self.running or self.waiting:
+            response = self.step()
+            assert response.status == pb.StepResponse.STATUS_DONE, response.message
+
+    def step(self) -> pb.StepResponse:
+        """Schedules, executes and commits one step."""
+        self._admit()
+        request = self.next_request()
+        response = self.runner.execute(request)
+        if response.status == pb.StepResponse.STATUS_DONE:
+            self._commit(request, response)
+        return response
+
+    def next_request(self) -> pb.StepRequest:
+        """The next step; deltas in it count as sent."""
+        self.step_number += 1
+        step = pb.StepRequest(step=self.step_number, freed_slots=self._freed)
+        self._freed = []
+        budget = self.budget
+        for request in self.running:
+            num_tokens = min(len(request.tokens) - request.num_computed, self.chunk, budget)
+            if num_tokens:
+                self._schedule(step, request, num_tokens)
+                budget -= num_tokens
+        return step
+
+    def preempt(self, request: DrivenRequest) -> None:
+        """Takes slot and blocks away; the request starts over with the tokens it has."""
+        self._release(request)
+        request.num_computed = 0
+        request.known = False
+        self.waiting.insert(0, request)
+
+    def _admit(self) -> None:
+        while self.waiting and self._free_slots:
+            request = self.waiting.pop(0)
+            request.slot = self._free_slots.pop()
+            self.running.append(request)
+
+    def _schedule(self, step: pb.StepRequest, request: DrivenRequest, num_tokens: int) -> None:
+        if not request.known:
+            request.known = True
+            step.new_requests.add(
+                slot=request.slot,
+                token_ids=np.array(request.tokens, "<i4").tobytes(),
+                num_prompt_tokens=len(request.prompt),
+                sampling=request.sampling,
+            )
+        end = request.num_computed + num_tokens
+        num_blocks = -(-end // self.runner.kv.block_size) - len(request.blocks)
+        new_blocks = [self._free_blocks.pop() for _ in range(num_blocks)]
+        request.blocks.extend(new_blocks)
+        step.scheduled.add(
+            slot=request.slot,
+            start=request.num_computed,
+            num_tokens=num_tokens,
+            new_block_ids=new_blocks,
+            sample=end == len(request.tokens),
+        )
+
+    def _commit(self, step: pb.StepRequest, response: pb.StepResponse) -> None:
+        by_slot = {request.slot: request for request in self.running}
+        for work in step.scheduled:
+            by_slot[work.slot].num_computed += work.num_tokens
+        for token in response.sampled:
+            request = by_slot[token.slot]
+            request.tokens.append(token.token_id)
+            request.sampled.append(token)
+            request.logits.append(self._logits.pop(token.slot))
+        for request in [request for request in self.running if request.finished]:
+            self._release(request)
+
+    def _release(self, request: DrivenRequest) -> None:
+        self.running.remove(request)
+        self._freed.append(request.slot)
+        self._free_slots.append(request.slot)
+        self._free_blocks.extend(request.blocks)
+        request.blocks = []
+
+    def _keep_logits(self, slots_P: npt.NDArray[np.int64], logits_PV: Tensor) -> None:
+        for slot, logits_V in zip(slots_P.tolist(), logits_PV.cpu().numpy(), strict=True):
+            self._logits[slot] = logits_V.copy()
