@@ -1,0 +1,43 @@
+"""What the engine tells about requests and steps, for metrics.
+
+The base class does nothing. Methods are called in the engine thread, in the order of the events,
+and must not block or raise. Times are seconds of `time.monotonic()`.
+"""
+
+from __future__ import annotations
+
+from gateway.sequence import FinishReason, GenerationRequest
+
+
+class EngineObserver:
+    """Ignores everything."""
+
+    def request_started(self, request: GenerationRequest, queue_s: float) -> None:
+        """A request got its first request slot, this long after its arrival."""
+
+    def request_preempted(self, request: GenerationRequest) -> None:
+        """A request lost its KV blocks and will be computed again."""
+
+    def first_token(self, request: GenerationRequest, since_arrival_s: float) -> None:
+        """The first token was sampled."""
+
+    def next_token(self, request: GenerationRequest, since_last_s: float) -> None:
+        """A further token was sampled."""
+
+    def request_finished(
+        self,
+        request: GenerationRequest,
+        reason: FinishReason,
+        num_generated: int,
+        since_arrival_s: float,
+    ) -> None:
+        """A request ended, for whatever reason."""
+
+    def step_done(self, num_tokens: int, duration_s: float, expert_wait_s: float) -> None:
+        """A step was committed."""
+
+    def step_paused(self, missing: tuple[tuple[int, int], ...]) -> None:
+        """A step was abandoned, since these (layer, expert) pairs had no usable copy."""
+
+    def engine_failed(self, message: str) -> None:
+        """The attention worker was lost, or a step failed."""

@@ -1,0 +1,100 @@
+"""From sampled tokens to the outputs of one request: text, stop conditions, times.
+
+Owner: the engine thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from gateway.detokenizer import Detokenizer
+from gateway.engine_observer import EngineObserver
+from gateway.request_state import RequestState
+from gateway.sequence import FinishReason, RequestOutput, TokenLogprobs
+from gateway.tokenizer import Tokenizer
+
+
+class OutputStream:
+    """Outputs of one request, in order; the last one has a finish reason.
+
+    Args:
+        state: The request.
+        tokenizer: For text and stop strings; None without one.
+        eos_token_ids: Tokens that end the output.
+        observer: Told about tokens and the end.
+    """
+
+    def __init__(
+        self,
+        state: RequestState,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Collection[int],
+        observer: EngineObserver,
+    ) -> None:
+        self.state = state
+        self.request = state.request
+        self._detokenizer = Detokenizer(tokenizer, state.request.params.stop)
+        self._eos_token_ids = () if state.request.params.ignore_eos else eos_token_ids
+        self._observer = observer
+        self._last_s: float | None = None
+        self._started = False
+
+    def started(self) -> None:
+        """The request got a request slot."""
+        if not self._started:
+            self._started = True
+            self._observer.request_started(
+                self.request, time.monotonic() - self.request.arrival_s
+            )
+
+    def push(self, logprobs: TokenLogprobs | None, max_model_len: int) -> RequestOutput:
+        """Output for the newest token of the state, with a finish reason if it ends here."""
+        self._note_time()
+        token_id = self.state.token_ids[-1]
+        text, reason, stop_reason = self._read(token_id, max_model_len)
+        output = RequestOutput(
+            request_id=self.request.request_id,
+            token_ids=(token_id,),
+            text=text,
+            logprobs=() if logprobs is None else (logprobs,),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+        if reason is not None:
+            self._note_end(reason)
+        return output
+
+    def end(self, reason: FinishReason, error: Exception | None = None) -> RequestOutput:
+        """Last output of a request that ends without a further token."""
+        self._note_end(reason)
+        text = self._detokenizer.flush() if self.state.num_generated else ""
+        return RequestOutput(self.request.request_id, text=text, finish_reason=reason, error=error)
+
+    def _read(
+        self, token_id: int, max_model_len: int
+    ) -> tuple[str, FinishReason | None, str | None]:
+        if token_id in self._eos_token_ids:
+            return self._detokenizer.flush(), FinishReason.STOP, None
+        update = self._detokenizer.push(token_id)
+        if update.stop_reason is not None:
+            return update.text, FinishReason.STOP, update.stop_reason
+        generated = self.state.num_generated
+        full = len(self.state.token_ids) >= max_model_len
+        if full or generated >= self.request.params.max_tokens:
+            return update.text + self._detokenizer.flush(), FinishReason.LENGTH, None
+        return update.text, None, None
+
+    def _note_time(self) -> None:
+        now = time.monotonic()
+        if self._last_s is None:
+            self._observer.first_token(self.request, now - self.request.arrival_s)
+        else:
+            self._observer.next_token(self.request, now - self._last_s)
+        self._last_s = now
+
+    def _note_end(self, reason: FinishReason) -> None:
+        since_s = time.monotonic() - self.request.arrival_s
+        self._observer.request_finished(
+            self.request, reason, self.state.num_generated, since_s
+        )
