@@ -1,0 +1,62 @@
+"""Matrix product against packed weights: the only GEMM of the CPU path."""
+
+from __future__ import annotations
+
+import numpy as np
+from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.storage import narrow_into, widen_into
+from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
+from numpy.typing import NDArray
+
+WIDEN_FROM_ROWS = 2 * MAX_ROWS + 1
+"""From so many rows on it pays to convert a 16-bit panel once instead of once per tile."""
+
+
+@njit
+def linear(
+    x_RK: NDArray[np.float32],
+    panels: NDArray[np.generic],
+    bias_N: NDArray[np.float32],
+    out_RN: NDArray[np.generic],
+) -> None:
+    """out = x @ weight + bias, rounded once.
+
+    Args:
+        x_RK: FP32 rows, contiguous.
+        panels: Flat [ceil(N / 64), K, 64], zero beyond column N.
+        bias_N: FP32, or empty.
+        out_RN: Any stored type, contiguous.
+    """
+    num_rows, depth = x_RK.shape
+    num_columns = out_RN.shape[1]
+    x = x_RK.reshape(x_RK.size)
+    out = out_RN.reshape(out_RN.size)
+    acc = np.empty(MAX_ROWS * PANEL, np.float32)
+    is_wide = num_rows >= WIDEN_FROM_ROWS and panels.itemsize < 4
+    wide = np.empty(depth * PANEL if is_wide else 0, np.float32)
+    for column in range(0, num_columns, PANEL):
+        panel_at = column * depth
+        count = min(PANEL, num_columns - column)
+        if is_wide:
+            widen_into(panels, panel_at, depth * PANEL, wide, 0)
+        for row in range(0, num_rows, MAX_ROWS):
+            rows = min(MAX_ROWS, num_rows - row)
+            acc[:] = np.float32(0.0)
+            if is_wide:
+                run_tile(rows, x, row * depth, depth, wide, 0, depth, acc, 0)
+            else:
+                run_tile(rows, x, row * depth, depth, panels, panel_at, depth, acc, 0)
+            for r in range(rows):
+                _add_bias(acc, r * PANEL, count, bias_N, column)
+                narrow_into(acc, r * PANEL, count, out, (row + r) * num_columns + column)
+
+
+@njit
+def _add_bias(
+    acc: NDArray[np.float32], at: int, count: int, bias_N: NDArray[np.float32], column: int
+) -> None:
+    if bias_N.size > 0:
+        target = acc[at : at + count]
+        bias = bias_N[column : column + count]
+        for c in range(count):
+            target[c] += bias[c]

@@ -1,0 +1,132 @@
+"""Scalar operations that Numba lacks: explicit FMA, bit casts, 16-bit floats, and our exp.
+
+All are branch-free, so loops over them vectorise, and exact or correctly rounded, so vector width
+cannot change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from expertmesh_kernels.cpu.jit import intrinsic, njit
+from llvmlite import ir
+from numba import types
+from numpy.typing import NDArray
+
+_FLOAT = ir.FloatType()
+_HALF = ir.HalfType()
+_INT32 = ir.IntType(32)
+_INT16 = ir.IntType(16)
+
+
+def _fma_typing(_context: Any, x: Any, y: Any, z: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+def _bits_typing(_context: Any, value: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _INT32)
+
+    return types.int32(types.float32), codegen
+
+
+def _from_bits_typing(_context: Any, bits: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _FLOAT)
+
+    return types.float32(types.int32), codegen
+
+
+def _widen_typing(_context: Any, stored: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return widen_ir(builder, args[0], stored, _FLOAT)
+
+    return types.float32(stored), codegen
+
+
+def _narrow_typing(_context: Any, value: Any, like: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if like.dtype == types.uint16:
+            return _narrow_bfloat16_ir(builder, args[0])
+        if like.dtype == types.int16:
+            return builder.bitcast(builder.fptrunc(args[0], _HALF), _INT16)
+        return args[0]
+
+    return like.dtype(types.float32, like), codegen
+
+
+def _narrow_bfloat16_ir(builder: Any, value: Any) -> Any:
+    """Emit the rounding to nearest, ties to even; NaN becomes the quiet NaN 0x7fc0, as in PyTorch."""
+    bits = builder.bitcast(value, _INT32)
+    is_odd = builder.and_(builder.lshr(bits, _INT32(16)), _INT32(1))
+    rounded = builder.add(bits, builder.add(is_odd, _INT32(0x7FFF)))
+    high = builder.trunc(builder.lshr(rounded, _INT32(16)), _INT16)
+    return builder.select(builder.fcmp_unordered("uno", value, value), _INT16(0x7FC0), high)
+
+
+def widen_ir(builder: Any, value: Any, stored: Any, wide: Any) -> Any:
+    """Emit the exact conversion of a stored value (or vector) to FP32.
+
+    Args:
+        builder: LLVM instruction builder.
+        value: Scalar or vector of float32, of uint16 (bfloat16 bits) or of int16 (float16 bits).
+        stored: Numba type of one element.
+        wide: LLVM type of the result: float, or a vector of them.
+    """
+    if stored == types.float32:
+        return value
+    lanes = wide.count if isinstance(wide, ir.VectorType) else 0
+    if stored == types.int16:
+        half = ir.VectorType(_HALF, lanes) if lanes else _HALF
+        return builder.fpext(builder.bitcast(value, half), wide)
+    integers = ir.VectorType(_INT32, lanes) if lanes else _INT32
+    shift = ir.Constant(integers, [16] * lanes if lanes else 16)
+    return builder.bitcast(builder.shl(builder.zext(value, integers), shift), wide)
+
+
+fma = cast(Callable[[float, float, float], np.float32], intrinsic(_fma_typing))
+"""x * y + z in FP32 with one rounding."""
+float_bits = cast(Callable[[float], np.int32], intrinsic(_bits_typing))
+float_from_bits = cast(Callable[[int], np.float32], intrinsic(_from_bits_typing))
+widen = cast(Callable[[Any], np.float32], intrinsic(_widen_typing))
+"""A stored element (float32, bfloat16 as uint16, float16 as int16) as FP32, exactly."""
+narrow_like = cast(Callable[[float, NDArray[np.generic]], Any], intrinsic(_narrow_typing))
+"""FP32 rounded to nearest, ties to even, as the element type of an array."""
+
+_LOG2_E = np.float32(1.44269504088896341)
+_LN2_HIGH = np.float32(-0.693359375)
+_LN2_LOW = np.float32(2.12194440e-4)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
+_ROUND_BITS = np.int32(0x4B400000)
+
+
+@njit
+def exp(x: np.float32) -> np.float32:
+    """e ** x in FP32, within 2 ulp; 0 below -104, inf above 89, NaN for NaN.
+
+    The same sequence of IEEE operations everywhere, unlike a libm.
+    """
+    x = np.float32(-104.0) if x < np.float32(-104.0) else x
+    x = np.float32(89.0) if x > np.float32(89.0) else x
+    shifted = fma(x, _LOG2_E, _ROUND)
+    whole = shifted - _ROUND
+    r = fma(whole, _LN2_LOW, fma(whole, _LN2_HIGH, x))
+    p = fma(np.float32(1.9875691500e-4), r, np.float32(1.3981999507e-3))
+    p = fma(p, r, np.float32(8.3334519073e-3))
+    p = fma(p, r, np.float32(4.1665795894e-2))
+    p = fma(p, r, np.float32(1.6666665459e-1))
+    p = fma(p, r, np.float32(5.0000001201e-1))
+    p = fma(p, r * r, r) + np.float32(1.0)
+    exponent = np.int32(float_bits(shifted) - _ROUND_BITS)
+    half = np.int32(exponent >> np.int32(1))  # in two steps, so that subnormal results round once
+    return p * _power_of_two(half) * _power_of_two(np.int32(exponent - half))
+
+
+@njit
+def _power_of_two(exponent: np.int32) -> np.float32:
+    return float_from_bits(np.int32((exponent + np.int32(127)) << np.int32(23)))

@@ -1,0 +1,166 @@
+"""The one inner loop of all matrix products: a register tile of FP32 accumulators.
+
+A tile is `rows` x 64 outputs. Its accumulators live in vector registers while k runs; each is one
+chain acc = fma(x[k], w[k], acc) in ascending k, so tile shape and neighbours can't change a bit.
+Weights lie in panels [K, 64]: what the loop reads next is what lies next in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from expertmesh_kernels.cpu.jit import intrinsic, njit
+from expertmesh_kernels.cpu.primitives import widen_ir
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numpy.typing import NDArray
+
+PANEL = 64
+"""Columns of a panel."""
+MAX_ROWS = 6
+"""Rows of the largest tile: 24 accumulator vectors of 16 lanes, of the 32 registers of AVX-512."""
+
+_LANES = 16
+_VECTORS = PANEL // _LANES
+_WIDE = ir.VectorType(ir.FloatType(), _LANES)
+
+_PREFETCH_UP_TO_ROWS = 4
+_PREFETCH_BYTES = 1024
+_CACHE_LINE = 64
+
+Tile = Callable[..., None]
+
+
+def _make_tile(rows: int) -> Tile:
+    """The tile for a fixed number of rows: `tile(x, x_at, x_stride, w, w_at, depth, acc, acc_at)`.
+
+    For r < rows, k < depth and c < 64, with w in any stored type and the rest float32:
+    acc[acc_at + 64 r + c] = fma(x[x_at + x_stride r + k], w[w_at + 64 k + c], acc[...])
+    """
+
+    def typing(
+        _context: Any, x: Any, _x_at: Any, _x_stride: Any, w: Any, _w_at: Any, _k: Any, acc: Any, _: Any
+    ) -> Any:
+        at = types.intp
+        return types.void(x, at, at, w, at, at, acc, at), codegen
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x_type, w_type, acc_type = (signature.args[i] for i in (0, 3, 6))
+        x = _pointer(context, builder, x_type, args[0], args[1])
+        w = _pointer(context, builder, w_type, args[3], args[4])
+        acc = _pointer(context, builder, acc_type, args[6], args[7])
+        _emit_tile(builder, rows, x, args[2], w, w_type.dtype, args[5], acc)
+        return context.get_dummy_value()
+
+    return cast(Tile, intrinsic(typing))
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
+    """Address of element `at` of a contiguous array."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [at])
+
+
+def _emit_tile(
+    builder: Any, rows: int, x: Any, x_stride: Any, w: Any, w_dtype: Any, depth: Any, acc: Any
+) -> None:
+    """Emit load accumulators, loop over k, store accumulators."""
+    fma_type = ir.FunctionType(_WIDE, [_WIDE] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{_LANES}f32")
+    places = [_vector_at(builder, acc, PANEL * r + _LANES * v) for r, v in _grid(rows)]
+    sums = [cgutils.alloca_once(builder, _WIDE) for _ in places]  # LLVM keeps these in registers
+    for place, total in zip(places, sums, strict=True):
+        builder.store(builder.load(place, align=4), total)
+    with cgutils.for_range(builder, depth) as loop:
+        k = loop.index
+        w_k = builder.gep(w, [builder.mul(k, ir.Constant(k.type, PANEL))])
+        if rows <= _PREFETCH_UP_TO_ROWS:
+            _emit_prefetch(builder, w_k, w_dtype)
+        columns = [_load_weights(builder, w_k, v, w_dtype) for v in range(_VECTORS)]
+        scalars = [
+            _broadcast(builder, builder.load(builder.gep(x, [_row_offset(builder, x_stride, r, k)])))
+            for r in range(rows)
+        ]
+        for (r, v), total in zip(_grid(rows), sums, strict=True):
+            builder.store(builder.call(fma, [scalars[r], columns[v], builder.load(total)]), total)
+    for place, total in zip(places, sums, strict=True):
+        builder.store(builder.load(total), place, align=4)
+
+
+def _emit_prefetch(builder: Any, w_k: Any, w_dtype: Any) -> None:
+    """Ask for weights `_PREFETCH_BYTES` ahead; an address past the end is harmless."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte] + [ir.IntType(32)] * 3)
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    base = builder.bitcast(w_k, byte)
+    for line in range(0, PANEL * element_size(w_dtype), _CACHE_LINE):
+        address = builder.gep(base, [ir.IntType(64)(_PREFETCH_BYTES + line)])
+        builder.call(prefetch, [address, *(ir.IntType(32)(flag) for flag in (0, 3, 1))])
+
+
+def _grid(rows: int) -> list[tuple[int, int]]:
+    return [(r, v) for r in range(rows) for v in range(_VECTORS)]
+
+
+def _row_offset(builder: Any, x_stride: Any, row: int, k: Any) -> Any:
+    return builder.add(builder.mul(x_stride, ir.Constant(x_stride.type, row)), k)
+
+
+def _broadcast(builder: Any, scalar: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_WIDE, ir.Undefined), scalar, ir.IntType(32)(0))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+    return builder.shuffle_vector(first, ir.Constant(_WIDE, ir.Undefined), mask)
+
+
+def _vector_at(builder: Any, pointer: Any, offset: int, element: Any = ir.FloatType()) -> Any:  # noqa: B008
+    address = builder.gep(pointer, [ir.IntType(64)(offset)])
+    return builder.bitcast(address, ir.VectorType(element, _LANES).as_pointer())
+
+
+def _load_weights(builder: Any, w_k: Any, vector: int, dtype: Any) -> Any:
+    element = ir.FloatType() if dtype == types.float32 else ir.IntType(16)
+    place = _vector_at(builder, w_k, _LANES * vector, element)
+    return widen_ir(builder, builder.load(place, align=element_size(dtype)), dtype, _WIDE)
+
+
+def element_size(dtype: Any) -> int:
+    """Bytes of one stored element, which is also what its alignment can be relied on."""
+    return 4 if dtype == types.float32 else 2
+
+
+_tile_1 = _make_tile(1)
+_tile_2 = _make_tile(2)
+_tile_3 = _make_tile(3)
+_tile_4 = _make_tile(4)
+_tile_5 = _make_tile(5)
+_tile_6 = _make_tile(6)
+
+
+@njit
+def run_tile(
+    rows: int,
+    x: NDArray[np.float32],
+    x_at: int,
+    x_stride: int,
+    w: NDArray[np.generic],
+    w_at: int,
+    depth: int,
+    acc: NDArray[np.float32],
+    acc_at: int,
+) -> None:
+    """Extend the chains of 1..6 rows x 64 columns by `depth` terms; all arrays are flat."""
+    if rows == 6:
+        _tile_6(x, x_at, x_stride, w, w_at, depth, acc, acc_at)
+    elif rows == 5:
+        _tile_5(x, x_at, x_stride, w, w_at, depth, acc, acc_at)
+    elif rows == 4:
+        _tile_4(x, x_at, x_stride, w, w_at, depth, acc, acc_at)
+    elif rows == 3:
+        _tile_3(x, x_at, x_stride, w, w_at, depth, acc, acc_at)
+    elif rows == 2:
+        _tile_2(x, x_at, x_stride, w, w_at, depth, acc, acc_at)
+    else:
+        _tile_1(x, x_at, x_stride, w, w_at, depth, acc, acc_at)

@@ -1,0 +1,70 @@
+"""Between raw arrays, tensors and what the CPU kernels take.
+
+Kernels see a 16-bit type as bits: bfloat16 as uint16, float16 as int16. The array's dtype tells
+them which it is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from expertmesh.model_config import DtypeName
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+
+
+def to_torch(array: NDArray[np.generic], stored: DtypeName, dtype: torch.dtype) -> Tensor:
+    """Copy a raw host array into a tensor of its own memory.
+
+    Args:
+        array: Any shape; bfloat16 as uint16, else the real dtype. May be read-only.
+        stored: What the array holds.
+        dtype: Floating dtype of the tensor.
+    """
+    bits = torch.from_numpy(np.array(array, order="C"))
+    stored_dtype = TORCH_DTYPES[stored]
+    values = bits if bits.dtype == stored_dtype else bits.view(stored_dtype)
+    return values.to(dtype)
+
+
+def as_array(tensor: Tensor) -> NDArray[np.generic]:
+    """The memory of a contiguous CPU tensor as kernels see it; a tensor that isn't is copied."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    bits = _BITS.get(tensor.dtype)
+    return (tensor if bits is None else tensor.view(bits)).numpy()
+
+
+def as_rows(tensor: Tensor) -> tuple[NDArray[np.generic], int]:
+    """The memory of a tensor [T, ...] with contiguous rows, flat, and the distance of two rows.
+
+    A column slice of a larger tensor is not copied, so kernels can write through it.
+
+    Raises:
+        ValueError: The elements of one row are not adjacent in memory.
+    """
+    num_rows = tensor.shape[0]
+    row_len = tensor[0].numel() if num_rows else 0
+    stride = tensor.stride(0) if num_rows > 1 else row_len
+    if num_rows and not tensor[0].is_contiguous():
+        raise ValueError(f"rows of strides {tensor.stride()} are not contiguous; expected them to be")
+    span = (num_rows - 1) * stride + row_len if num_rows else 0
+    return as_array(tensor.as_strided((span,), (1,))), stride
+
+
+def as_input(array: NDArray[np.generic], dtype: DTypeLike) -> NDArray[np.generic]:
+    """An array as kernels expect their index inputs: of the dtype, contiguous and writable.
+
+    A read-only array is another type to Numba and would compile the kernel again.
+    """
+    array = np.ascontiguousarray(array, dtype)
+    return array if array.flags.writeable else array.copy()
