@@ -123,9 +123,7 @@ class ModelRunner:
     def _forward(self, schedule: Schedule, batch: Batch, calls: ExpertCalls) -> Tensor:
         """Logits of the batch's P sequences to sample, float32 [P, V]."""
         calls.num_generated_rows = batch.num_generated_rows
-        inputs = self._state.prepare(
-            schedule.slots_S, batch.sequence_of_row_T, batch.positions_T
-        )
+        inputs = self._state.prepare(schedule.slots_S, batch.sequence_of_row_T, batch.positions_T)
         with torch.inference_mode():
             return self.model.forward(batch, inputs, calls)
 
@@ -144,9 +142,7 @@ class ModelRunner:
                 slots_P, positions_P = slots_P[finite_P], positions_P[finite_P]
         if len(slots_P):
             token_ids_P = sample_tokens(logits_PV, slots_P, positions_P, self._slots)
-            response.sampled.extend(
-                sampled_messages(logits_PV, slots_P, token_ids_P, self._slots)
-            )
+            response.sampled.extend(sampled_messages(logits_PV, slots_P, token_ids_P, self._slots))
             self._slots.commit_sampled(slots_P, token_ids_P)
         self._slots.commit_computed(schedule.slots_S, schedule.num_tokens_S)
         return response

@@ -1,0 +1,139 @@
+"""KV pool: its size, its settings, and the block tables of the request slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attention_worker.kv_cache import (
+    KvPoolSettings,
+    PagedKvCache,
+    available_memory,
+    choose_num_kv_blocks,
+    kv_block_bytes,
+)
+from attention_worker.model_states.paged_kv import PagedKvState
+from expertmesh.errors import SettingsError
+from expertmesh.model_config import (
+    AttentionConfig,
+    DenseFfnConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+)
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+def _config(num_layers: int = 2) -> ModelConfig:
+    attention = AttentionConfig(
+        num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(10_000.0, 8), scale=8**-0.5
+    )
+    return ModelConfig(
+        family="llama",
+        vocab_size=10,
+        hidden_size=32,
+        layers=(LayerConfig(attention, DenseFfnConfig(16)),) * num_layers,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+def _settings(**changes: int | float | None) -> KvPoolSettings:
+    values: dict[str, int | float | None] = {"block_size": 4, "max_num_seqs": 3}
+    values |= {"max_model_len": 10} | changes
+    return KvPoolSettings(**values)  # type: ignore[arg-type]
+
+
+def _state(num_blocks: int = 8) -> PagedKvState:
+    return PagedKvState(PagedKvCache(_config(), num_blocks, 4, BF16, CPU), 4, 18)
+
+
+def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
+    """2 layers x keys and values x 2 heads x 8 x 4 tokens x 2 bytes."""
+    assert kv_block_bytes(_config(), 4, BF16) == 512
+    kv = PagedKvCache(_config(), 5, 4, BF16, CPU)
+    assert kv.block_bytes == 512
+    assert [tuple(k.shape) for k, _ in kv.layers] == [(5, 2, 4, 8)] * 2
+    assert sum(k.nbytes + v.nbytes for k, v in kv.layers) == 5 * 512
+
+
+def test_pool_is_the_smaller_of_memory_and_need() -> None:
+    """Plenty of memory: 3 sequences of 3 blocks. Little: what the fraction allows."""
+    assert choose_num_kv_blocks(_config(), _settings(), BF16, 2**30) == 9
+    scarce = _settings(memory_fraction=0.5)
+    assert choose_num_kv_blocks(_config(), scarce, BF16, 512 * 10) == 5
+
+
+def test_asked_for_tokens_are_given() -> None:
+    """A token count is rounded down to blocks, whatever the sequences need."""
+    settings = _settings(cache_tokens=47)
+    assert choose_num_kv_blocks(_config(), settings, BF16, 2**30) == 11
+
+
+def test_pool_too_small_for_one_sequence_is_refused() -> None:
+    """The message has the tokens that fit and the tokens that must."""
+    with pytest.raises(SettingsError, match=r"room for 8 tokens .*kv_cache_tokens=8.*len=10"):
+        choose_num_kv_blocks(_config(), _settings(cache_tokens=8), BF16, 2**30)
+    with pytest.raises(SettingsError, match=r"room for 8 tokens .*50%.*max_model_len=10"):
+        choose_num_kv_blocks(_config(), _settings(memory_fraction=0.5), BF16, 512 * 4)
+
+
+def test_pool_larger_than_memory_is_refused() -> None:
+    """The message has both sizes and what would fit."""
+    settings = _settings(cache_tokens=2**20)
+    with pytest.raises(SettingsError, match=r"needs 128 MiB, but only 1 MiB.*at most 8192"):
+        choose_num_kv_blocks(_config(), settings, BF16, 2**20)
+
+
+def test_available_memory_is_within_the_machine() -> None:
+    """A positive number, no more than the machine has."""
+    total_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    assert 0 < available_memory(CPU) <= total_kib * 1024
+
+
+def test_tables_grow_and_place_rows() -> None:
+    """Rows find their own place in the block that holds their position."""
+    state = _state()
+    state.append_blocks(2, np.array([7, 0]))
+    state.append_blocks(2, np.array([3]))
+    state.append_blocks(0, np.array([5]))
+    inputs = state.prepare(
+        np.array([2, 0]), np.array([0, 0, 1], np.int32), np.array([3, 9, 2], np.int32)
+    )
+    assert inputs.kv_slots_T.tolist() == [7 * 4 + 3, 3 * 4 + 1, 5 * 4 + 2]
+    assert inputs.block_tables_SB[0].tolist() == [7, 0, 3]
+    assert inputs.block_tables_SB[1, 0] == 5
+
+
+def test_repeated_append_changes_nothing() -> None:
+    """A retried delta is taken as what it is."""
+    state = _state()
+    state.append_blocks(0, np.array([1, 2]))
+    state.append_blocks(0, np.array([2]))
+    state.append_blocks(0, np.array([1, 2]))
+    assert state.block_table(0).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "message"),
+    [
+        ([8], r"slot 1: KV block 8 is out of range: the pool has 8 blocks"),
+        ([4, 4], r"slot 1: KV blocks \[4, 4\] repeat a block"),
+        ([0, 5], r"slot 1: KV blocks \[0, 5\] repeat a block"),
+        ([2, 3, 4, 5, 6], r"slot 1: 7 KV blocks are more than max_model_len needs \(5\)"),
+    ],
+)
+def test_impossible_blocks_are_refused(block_ids: list[int], message: str) -> None:
+    """The message names slot, value and limit; the table stays."""
+    state = _state()
+    state.append_blocks(1, np.array([0, 1]))
+    with pytest.raises(ValueError, match=message):
+        state.append_blocks(1, np.array(block_ids))
+    assert state.block_table(1).tolist() == [0, 1]
