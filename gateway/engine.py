@@ -165,9 +165,9 @@ class Engine:
 
     def _turn(self) -> bool:
         commands = self._inbox.take(self._patience_s(time.monotonic()))
+        self._obey(commands)
         if commands.stop:
             return False
-        self._obey(commands)
         self._look_after_attention()
         if self._may_step(time.monotonic()):
             self._step()
