@@ -1,0 +1,214 @@
+"""Conversations to token ids, with the chat template of the checkpoint.
+
+The template is code from a model folder: it runs in jinja2's immutable sandbox and never comes
+from a request. What users type is text: a special token spelled in a message is encoded letter by
+letter, so that nobody can forge the border of a message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from expertmesh.errors import CheckpointError, EngineError, RequestError
+from gateway.tokenizer import Tokenizer, read_config
+
+_log = logging.getLogger(__name__)
+
+ROLES = ("system", "developer", "user", "assistant")
+"""Roles of messages; "developer" is another word for "system"."""
+
+Message = dict[str, str]
+"""A message for the template: role and content."""
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    Args:
+        source: Template text.
+        tokenizer: For the special tokens and the encoding.
+
+    Raises:
+        ValueError: The template is not valid.
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"not a valid chat template: {error}") from error
+        tokens = tokenizer.special_tokens
+        self._special_texts = tuple(token.content for token in tokens)
+        self._border = _border_pattern(tokens)
+
+    @classmethod
+    def from_checkpoint(cls, model_dir: Path, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+        """The chat template of a model folder; None if it has none or no tokenizer.
+
+        Raises:
+            CheckpointError: The template is not valid.
+        """
+        source = _find_source(model_dir) if tokenizer is not None else None
+        if source is None or tokenizer is None:
+            return None
+        try:
+            return cls(source, tokenizer)
+        except ValueError as error:
+            raise CheckpointError(f"weights: {model_dir}: {error}") from error
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt's text, ending where the answer begins.
+
+        Raises:
+            RequestError: The template refuses the conversation.
+            EngineError: The template fails.
+        """
+        variables = {
+            role: self._tokenizer.special_token(role)
+            for role in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
+        try:
+            return self._template.render(
+                messages=list(messages),
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **variables,
+            )
+        except _RefusedError as error:
+            raise RequestError(f"messages: {str(error)[:200]}", param="messages") from error
+        except Exception as error:
+            _log.exception("the chat template of the model failed")
+            raise EngineError("the chat template of the model failed") from error
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the prompt. Raises as `render` does."""
+        contents = [message["content"] for message in messages]
+        if not any(self._spells_special(content) for content in contents):
+            return self._tokenizer.encode(self.render(messages), add_special_tokens=False)
+        mark = _unused_letter(contents)
+        marked = [
+            {**message, "content": self._mark_specials(message["content"], mark)}
+            for message in messages
+        ]
+        return self._encode_marked(self.render(marked), mark)
+
+    def _spells_special(self, content: str) -> bool:
+        return any(True for _ in self._special_positions(content))
+
+    def _special_positions(self, content: str) -> Iterable[int]:
+        """Where a special token starts in a message, also one that its end only begins."""
+        for text in self._special_texts:
+            start = content.find(text)
+            while start >= 0:
+                yield start
+                start = content.find(text, start + 1)
+            for length in range(1, min(len(text), len(content) + 1)):
+                if content.endswith(text[:length]):
+                    yield len(content) - length
+
+    def _mark_specials(self, content: str, mark: str) -> str:
+        """Puts the mark behind the first letter of each special token, which breaks it."""
+        pieces, end = [], 0
+        for position in sorted(set(self._special_positions(content))):
+            pieces += [content[end : position + 1], mark]
+            end = position + 1
+        return "".join([*pieces, content[end:]])
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """Encodes special tokens as such only where the mark does not break them."""
+        ids: list[int] = []
+        end = 0
+        for found in self._border.finditer(text):
+            if text.startswith(mark, found.end(found.lastindex or 0)):
+                continue  # a special token of one letter, typed by a user
+            ids += self._encode_text(text[end : found.start()], mark, first=not ids)
+            token_id = self._tokenizer.token_id(found.group(found.lastindex or 0))
+            assert token_id is not None, "special tokens are in the vocabulary"
+            ids.append(token_id)
+            end = found.end()
+        return ids + self._encode_text(text[end:], mark, first=not ids)
+
+    def _encode_text(self, text: str, mark: str, *, first: bool) -> list[int]:
+        plain = text.replace(mark, "")
+        return self._tokenizer.encode_plain(plain, first=first) if plain else []
+
+
+class _RefusedError(Exception):
+    """A template called raise_exception()."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the answer for training; here its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Replaces the block by its body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What transformers gives to chat templates, and no more."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """jinja2's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _RefusedError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _border_pattern(tokens: Sequence[Any]) -> re.Pattern[str]:
+    """Finds special tokens as the tokenizer does: with the spaces that some of them absorb."""
+    spaces = {True: r"\s*", False: ""}
+    spellings = [
+        f"{spaces[token.lstrip]}({re.escape(token.content)}){spaces[token.rstrip]}"
+        for token in tokens
+    ]
+    return re.compile("|".join(spellings) if spellings else r"(?!)")
+
+
+def _unused_letter(texts: Sequence[str]) -> str:
+    """A private-use letter that occurs in none of the texts."""
+    used = set().union(*map(set, texts))
+    return next(letter for code in range(0xF0000, 0x10FFFE) if (letter := chr(code)) not in used)
+
+
+def _find_source(model_dir: Path) -> str | None:
+    """Text of the template: a file of its own, or in `tokenizer_config.json`."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = read_config(model_dir).get("chat_template")
+    if isinstance(template, list):  # several with names
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
