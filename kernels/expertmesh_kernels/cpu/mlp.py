@@ -1,0 +1,73 @@
+"""Gated FFN of one expert over chosen rows, fused: gather, gate and up, activation, down, scatter."""
+
+from __future__ import annotations
+
+import numpy as np
+from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.linear import linear
+from expertmesh_kernels.cpu.primitives import exp, narrow_like, widen
+from numpy.typing import NDArray
+
+
+@njit
+def silu_times(gate_up_R2I: NDArray[np.generic], out_RI: NDArray[np.generic]) -> None:
+    """out = silu(gate) * up in FP32, rounded once; gate is the first half of the columns."""
+    width = out_RI.shape[1]
+    for r in range(out_RI.shape[0]):
+        gate = gate_up_R2I[r, :width]
+        up = gate_up_R2I[r, width:]
+        out = out_RI[r]
+        for i in range(width):
+            g = widen(gate[i])
+            out[i] = narrow_like(g / (np.float32(1.0) + exp(-g)) * widen(up[i]), out)
+
+
+@njit
+def gated_mlp(
+    x_RH: NDArray[np.generic],
+    rows_N: NDArray[np.int64],
+    gate_up: NDArray[np.generic],
+    gate_up_bias: NDArray[np.float32],
+    down: NDArray[np.generic],
+    down_bias: NDArray[np.float32],
+    intermediate_size: int,
+    out: NDArray[np.generic],
+    out_rows_N: NDArray[np.int64],
+) -> None:
+    """out[out_rows[n]] = down(silu(gate(x[rows[n]])) * up(x[rows[n]])).
+
+    The product with `down` takes the activations rounded to the type of x.
+
+    Args:
+        x_RH: Stored rows.
+        rows_N: Rows to compute.
+        gate_up: Flat panels, H -> 2I.
+        gate_up_bias: [2I] or empty.
+        down: Flat panels, I -> H.
+        down_bias: [H] or empty.
+        intermediate_size: I.
+        out: [.., H], of the type of x.
+        out_rows_N: Where results go.
+    """
+    num_rows = rows_N.size
+    hidden = x_RH.shape[1]
+    wide = np.empty((num_rows, hidden), np.float32)
+    for n in range(num_rows):
+        source = x_RH[rows_N[n]]
+        target = wide[n]
+        for h in range(hidden):
+            target[h] = widen(source[h])
+    gate_up_N2I = np.empty((num_rows, 2 * intermediate_size), np.float32)
+    linear(wide, gate_up, gate_up_bias, gate_up_N2I)
+    act_NI = np.empty((num_rows, intermediate_size), np.float32)
+    silu_times(gate_up_N2I, act_NI)
+    for n in range(num_rows):
+        act = act_NI[n]
+        for i in range(intermediate_size):
+            act[i] = widen(narrow_like(act[i], x_RH))
+    linear(act_NI, down, down_bias, wide)
+    for n in range(num_rows):
+        source_wide = wide[n]
+        result = out[out_rows_N[n]]
+        for h in range(hidden):
+            result[h] = narrow_like(source_wide[h], out)
