@@ -1,4 +1,4 @@
-"""The vocabulary of the gateway: requests, sampling parameters, and what comes out of the engine."""
+"""The vocabulary of the gateway: requests, sampling parameters, and the engine's outputs."""
 
 from __future__ import annotations
 
@@ -60,8 +60,6 @@ class RequestOutput:
     """The stop string that ended the output, if one did."""
     error: Exception | None = None
     """Set with FinishReason.ERROR."""
-    queue_time_s: float | None = None
-    """Seconds between arrival and the first time scheduled; set on the first output only."""
 
 
 Sink = Callable[[RequestOutput], None]
