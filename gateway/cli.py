@@ -1,0 +1,358 @@
+"""The command `expertmesh`: flags, environment, configuration file, and what they start.
+
+Precedence: flag > environment > file (`--config`) > default. Defaults and help texts come from
+`expertmesh.settings`. Whatever is slow to import is imported by the command that needs it, so that
+`--help` answers in a fraction of a second.
+
+Exit codes: 0 done or stopped on request, 1 failed, 2 a setting is wrong, 3 the model cannot be
+served, 4 an address cannot be bound, 130 interrupted before anything was served.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.config import Env
+
+from expertmesh import __version__
+from expertmesh.errors import ExpertMeshError, SettingsError, StartupError
+from expertmesh.settings import (
+    EngineSettings,
+    ExpertWorkerOptions,
+    ExpertWorkerSettings,
+    GatewaySettings,
+    HttpSettings,
+    LogSettings,
+    MeshSettings,
+    ModelOptions,
+    ModelSettings,
+)
+from gateway.cli_config import apply_config_file
+
+if TYPE_CHECKING:
+    from gateway.client_commands import ClientOptions
+
+INTERRUPTED = 130
+
+_DEFAULTS = GatewaySettings()
+_MODEL_OPTIONS = ModelOptions()
+_WORKER_OPTIONS = ExpertWorkerOptions()
+
+_MODEL = Group.create_ordered("Model")
+_ADDRESSES = Group.create_ordered("Addresses")
+_EXPERTS = Group.create_ordered("Experts")
+_LIMITS = Group.create_ordered("Limits")
+_OUTPUT = Group.create_ordered("Output and configuration")
+
+ModelArgument = Annotated[str, Parameter(group=_MODEL)]
+ModelFlags = Annotated[ModelOptions, Parameter(name="*", group=_MODEL)]
+HttpFlags = Annotated[HttpSettings, Parameter(name="*", group=_ADDRESSES)]
+MeshFlags = Annotated[MeshSettings, Parameter(name="*", group=_EXPERTS)]
+EngineFlags = Annotated[EngineSettings, Parameter(name="*", group=_LIMITS)]
+WorkerFlags = Annotated[ExpertWorkerOptions, Parameter(name="*", group=_EXPERTS)]
+LogFlags = Annotated[LogSettings, Parameter(name="*", group=_OUTPUT)]
+ConfigFlag = Annotated[Path | None, Parameter(group=_OUTPUT)]
+ServerUrl = Annotated[str, Parameter(group=_ADDRESSES)]
+
+app = App(
+    name="expertmesh",
+    help="Serves Mixture-of-Experts language models, attention and experts in separate processes.",
+    config=(Env("EXPERTMESH_", command=False), apply_config_file),
+    version_flags=("--version",),
+    version=__version__,
+    result_action="return_value",
+    sort_key=0,
+)
+model_app = App(name="model", help="Make and inspect checkpoints.", sort_key=4)
+app.command(model_app)
+
+
+@app.command(sort_key=1)
+def serve(
+    model: ModelArgument = ModelSettings.model,
+    *,
+    options: ModelFlags = _MODEL_OPTIONS,
+    http: HttpFlags = _DEFAULTS.http,
+    mesh: MeshFlags = _DEFAULTS.mesh,
+    engine: EngineFlags = _DEFAULTS.engine,
+    log: LogFlags = _DEFAULTS.log,
+    ask: Annotated[str | None, Parameter(group=_OUTPUT)] = None,
+    config: ConfigFlag = None,
+) -> int:
+    """Start everything on this machine: gateway, attention worker and expert workers.
+
+    Parameters
+    ----------
+    model
+        Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
+    ask
+        Once ready, stream the answer to this question to the terminal.
+    config
+        YAML file with the names of these flags as keys.
+    """
+    from gateway.launcher import serve_model
+
+    settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
+    return serve_model(settings, ask=ask)
+
+
+@app.command(sort_key=2)
+def gateway(
+    model: ModelArgument = ModelSettings.model,
+    *,
+    options: ModelFlags = _MODEL_OPTIONS,
+    http: HttpFlags = _DEFAULTS.http,
+    experts: Annotated[str, Parameter(group=_EXPERTS)] = MeshSettings.experts,
+    engine: EngineFlags = _DEFAULTS.engine,
+    log: LogFlags = _DEFAULTS.log,
+    config: ConfigFlag = None,
+) -> int:
+    """Start a gateway with its attention worker; expert workers run elsewhere.
+
+    Parameters
+    ----------
+    model
+        Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
+    experts
+        host:port,... of the expert workers; local: experts inside the attention worker.
+    config
+        YAML file with the names of these flags as keys.
+    """
+    from gateway.__main__ import run
+    from gateway.launcher import check_ports, find_model
+
+    mesh = MeshSettings(experts=experts)
+    settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
+    check_ports(settings.http)
+    return run(find_model(settings))
+
+
+@app.command(name="expert-worker", sort_key=3)
+def expert_worker(
+    model: ModelArgument = ExpertWorkerSettings.model,
+    *,
+    options: WorkerFlags = _WORKER_OPTIONS,
+    log: LogFlags = _DEFAULTS.log,
+    config: ConfigFlag = None,
+) -> int:
+    """Start one expert worker.
+
+    Parameters
+    ----------
+    model
+        Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
+    config
+        YAML file with the names of these flags as keys.
+    """
+    from gateway.launcher import exec_expert_worker
+
+    return exec_expert_worker(model, options, log)
+
+
+@model_app.command
+def demo(variant: Literal["granular", "plain", "dense"] = "granular") -> int:
+    """Build the demo model, unless it is there, and print its folder.
+
+    Parameters
+    ----------
+    variant
+        granular: right text proves right routing; plain: every expert is the dense FFN; dense.
+    """
+    from expertmesh.model_tools.demo import ensure_demo_model
+
+    from expertmesh.settings import data_home
+    from gateway.launcher_console import make_progress
+
+    with make_progress() as progress:
+        folder = ensure_demo_model(data_home(), variant, progress)
+    sys.stdout.write(f"{folder}\n")
+    return 0
+
+
+@model_app.command
+def upcycle(
+    dense_dir: Path,
+    out_dir: Path,
+    *,
+    experts: int,
+    top_k: int,
+    granular: bool = False,
+    router_skew: float = 0.0,
+) -> int:
+    """Make a Mixture-of-Experts checkpoint from a dense one.
+
+    Parameters
+    ----------
+    dense_dir
+        Dense checkpoint folder.
+    out_dir
+        Folder to create.
+    experts
+        Experts of each layer.
+    top_k
+        Experts for each token.
+    granular
+        Split each FFN over the experts of a group, instead of copying it into each expert.
+    router_skew
+        How uneven the gate chooses experts: exponent of a Zipf distribution; 0 is none.
+    """
+    from expertmesh.model_tools.upcycle import upcycle as make
+
+    from gateway.launcher_console import make_progress
+
+    with make_progress() as progress:
+        make(
+            dense_dir,
+            out_dir,
+            num_experts=experts,
+            top_k=top_k,
+            granular=granular,
+            router_skew=router_skew,
+            progress=progress,
+        )
+    return 0
+
+
+@model_app.command(name="inspect")
+def inspect_command(model_dir: Path) -> int:
+    """Describe a checkpoint: family, layers, experts, sizes.
+
+    Parameters
+    ----------
+    model_dir
+        Checkpoint folder in Hugging Face layout.
+    """
+    from expertmesh.model_tools.inspect import inspect_model
+
+    sys.stdout.write(inspect_model(model_dir).rstrip("\n") + "\n")
+    return 0
+
+
+@app.command(sort_key=5)
+def chat(
+    message: str | None = None,
+    *,
+    url: ServerUrl = "http://127.0.0.1:8000",
+    model: str | None = None,
+    system: str | None = None,
+    max_tokens: int = 512,
+    temperature: float | None = None,
+    seed: int | None = None,
+) -> int:
+    """Talk to a running server; without a message, a dialogue until end of input.
+
+    Parameters
+    ----------
+    message
+        What to say.
+    url
+        Address of the HTTP API.
+    model
+        Name of the model; by default the first one that the server lists.
+    system
+        Instructions that come before the dialogue.
+    max_tokens
+        Most tokens of an answer.
+    temperature
+        0 is greedy; by default the server's.
+    seed
+        The same seed gives the same answer.
+    """
+    from gateway.client_commands import run_chat
+
+    return run_chat(message, system, _client_options(url, model, max_tokens, temperature, seed))
+
+
+@app.command(sort_key=6)
+def complete(
+    prompt: str,
+    *,
+    url: ServerUrl = "http://127.0.0.1:8000",
+    model: str | None = None,
+    max_tokens: int = 128,
+    temperature: float | None = None,
+    seed: int | None = None,
+) -> int:
+    """Continue a text with a running server.
+
+    Parameters
+    ----------
+    prompt
+        Text to continue.
+    url
+        Address of the HTTP API.
+    model
+        Name of the model; by default the first one that the server lists.
+    max_tokens
+        Most tokens of the answer.
+    temperature
+        0 is greedy; by default the server's.
+    seed
+        The same seed gives the same answer.
+    """
+    from gateway.client_commands import run_complete
+
+    return run_complete(prompt, _client_options(url, model, max_tokens, temperature, seed))
+
+
+@app.command(sort_key=7)
+def version() -> int:
+    """Print versions of this program and of what it computes with."""
+    import platform
+    from importlib import metadata
+
+    names = ("torch", "numba", "grpcio", "aiohttp", "tokenizers")
+    lines = [f"expertmesh {__version__}", f"python {platform.python_version()}"]
+    installed = {distribution.name for distribution in metadata.distributions()}
+    lines += [f"{name} {metadata.version(name)}" for name in names if name in installed]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def main() -> None:
+    """Entry point of the console script; ends the process with the documented exit code."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Runs one command line. Errors become one line on standard error and an exit code."""
+    from expertmesh.processes import write_error
+
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        command = " ".join(["expertmesh", *(error.command_chain or ())])
+        write_error(SettingsError(str(error), fix=f"see {command} --help"))
+        return SettingsError.exit_code
+    except StartupError as error:
+        write_error(error)
+        return error.exit_code
+    except ExpertMeshError as error:
+        write_error(error)
+        return StartupError.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _model_settings(model: str, options: ModelOptions) -> ModelSettings:
+    return ModelSettings(
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        served_model_name=options.served_model_name,
+        model=model,
+    )
+
+
+def _client_options(
+    url: str, model: str | None, max_tokens: int, temperature: float | None, seed: int | None
+) -> ClientOptions:
+    from gateway.client_commands import ClientOptions
+
+    key = os.environ.get("EXPERTMESH_API_KEY")
+    return ClientOptions(url.rstrip("/"), model, max_tokens, temperature, seed, key)

@@ -1,0 +1,265 @@
+"""`expertmesh serve`: gateway, attention worker and expert workers on this machine.
+
+Order: refuse a port in use, find or build the model, start expert workers and gateway side by
+side, wait until every expert is covered, prove it with a question if one is given, print where
+everything is, and stay until Ctrl-C.
+
+The main thread does all of it. SIGINT and SIGTERM raise `_Stop` there, which ends whatever it does
+and stops the children; a second signal kills them at once. Children hold a lifeline, so that they
+end even if this process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from expertmesh.errors import PortError, SettingsError
+from expertmesh.logs import configure_logging
+from expertmesh.processes import (
+    LIFELINE_FD,
+    READY_FD,
+    Child,
+    announce_ready,
+    child_environment,
+    spawn_module,
+    watch_lifeline,
+)
+from expertmesh.settings import (
+    ExpertWorkerOptions,
+    GatewaySettings,
+    HttpSettings,
+    LogSettings,
+    data_home,
+)
+from gateway.launcher_console import ReadyBlock, make_progress, print_answer, print_ready_block
+from gateway.launcher_probe import ReadyProbe
+from gateway.launcher_supervisor import Member, Supervisor
+
+logger = logging.getLogger(__name__)
+
+WORKER_HOST = "127.0.0.1"
+_KILLED = 130
+
+
+class _Stop(BaseException):
+    """SIGINT or SIGTERM arrived."""
+
+
+def serve_model(settings: GatewaySettings, *, ask: str | None) -> int:
+    """Serves until it is told to stop; returns the exit code.
+
+    Args:
+        settings: As for a gateway; `mesh` says which expert workers to start.
+        ask: A question to answer on the terminal once ready.
+
+    Raises:
+        StartupError: Something could not start, or the gateway ended.
+    """
+    configure_logging(settings.log, "serve")
+    watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    check_ports(settings.http)
+    settings = find_model(settings)
+    with contextlib.ExitStack() as stack:
+        mesh = LocalMesh.plan(settings, stack)
+        supervisor = Supervisor(mesh.members, startup_timeout_s=settings.engine.startup_timeout_s)
+        try:
+            with _signals_stop(supervisor):
+                _run(mesh, supervisor, ask)
+        except _Stop:
+            logger.info("stopping")
+        finally:
+            supervisor.stop(grace_s=settings.engine.drain_grace_s + 1.0)
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalMesh:
+    """What `serve` starts."""
+
+    settings: GatewaySettings
+    """Of the gateway, with the addresses of the expert workers."""
+    members: tuple[Member, ...]
+    """Gateway first: it is stopped first."""
+    num_pairs: int
+    """(layer, expert) pairs of the model."""
+
+    @classmethod
+    def plan(cls, settings: GatewaySettings, stack: contextlib.ExitStack) -> LocalMesh:
+        """Decides on expert workers and their ports; starts nothing.
+
+        Args:
+            settings: With a model folder.
+            stack: Holds the reserved ports until everything has stopped.
+        """
+        from expertmesh.families import load_model_config
+
+        config = load_model_config(Path(settings.model.model))
+        num_pairs = len(config.moe_layers) * config.num_experts
+        count = _num_expert_workers(settings, config.num_experts)
+        ports = [stack.enter_context(reserve_port(WORKER_HOST)) for _ in range(count)]
+        addresses = ",".join(f"{WORKER_HOST}:{port}" for port in ports)
+        experts = settings.mesh.experts if num_pairs else "local"
+        mesh = dataclasses.replace(settings.mesh, experts=addresses or experts)
+        settings = dataclasses.replace(settings, mesh=mesh)
+        workers = [_expert_worker(settings, index, ports) for index in range(count)]
+        return cls(settings, (_gateway(settings), *workers), num_pairs)
+
+    @property
+    def gateway_info(self) -> dict[str, object]:
+        """Ready line of the gateway."""
+        return self.members[0].info or {}
+
+
+def find_model(settings: GatewaySettings) -> GatewaySettings:
+    """The settings with the model's folder in place of its name; builds a demo model if needed."""
+    from expertmesh.model_tools.resolve import resolve_model
+
+    name = settings.model.model
+    with make_progress() as progress:
+        folder = resolve_model(name, data_home(), progress)
+    served = settings.model.served_model_name or (folder.name if Path(name).exists() else name)
+    model = dataclasses.replace(settings.model, model=str(folder), served_model_name=served)
+    return dataclasses.replace(settings, model=model)
+
+
+def exec_expert_worker(model: str, options: ExpertWorkerOptions, log: LogSettings) -> int:
+    """Becomes `python -m expert_worker`, with the environment that its kernels need.
+
+    Returns only if that fails.
+    """
+    from expertmesh.model_tools.resolve import resolve_model
+
+    _check_port("port", options.host, options.port)
+    with make_progress() as progress:
+        folder = resolve_model(model, data_home(), progress)
+    inherited = {name: os.environ[name] for name in (LIFELINE_FD, READY_FD) if name in os.environ}
+    arguments = [str(folder), *_changed_flags(options), *_changed_flags(log)]
+    argv = [sys.executable, "-m", "expert_worker", *arguments]
+    os.execve(sys.executable, argv, child_environment(inherited))
+    return 1
+
+
+def check_ports(http: HttpSettings) -> None:
+    """Raises PortError if a port is in use, before anything slow is done."""
+    _check_port("port", http.host, http.port)
+    _check_port("grpc_port", http.host, http.grpc_port)
+
+
+def _check_port(name: str, host: str, port: int) -> None:
+    if port:
+        _bind(name, host, port).close()
+
+
+@contextlib.contextmanager
+def reserve_port(host: str) -> Iterator[int]:
+    """A free port that only a child of ours will get: bound, but not listened on.
+
+    With SO_REUSEADDR on both sides a child can bind and listen beside the reservation, and again
+    after a restart, but the system gives the port to nobody else.
+    """
+    with _bind("port", host, 0) as reservation:
+        yield int(reservation.getsockname()[1])
+
+
+def _bind(name: str, host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        flag = name.replace("_", "-")
+        raise PortError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            fix=f"stop what uses it, or choose another with --{flag} (0: any free port)",
+        ) from error
+    return bound
+
+
+def _run(mesh: LocalMesh, supervisor: Supervisor, ask: str | None) -> None:
+    """Starts, waits, tells, and watches. Ends by an exception only."""
+    supervisor.start()
+    probe = ReadyProbe(mesh.settings.http.host, timeout_s=mesh.settings.engine.startup_timeout_s)
+    supervisor.wait_until(lambda: probe.is_ready(mesh.gateway_info))
+    block = ReadyBlock.of(mesh.settings, supervisor.members, probe, mesh.num_pairs)
+    if ask:
+        print_answer(block.http_url, ask)
+    print_ready_block(block)
+    announce_ready(mesh.gateway_info | {"processes": block.processes})
+    supervisor.watch()
+
+
+def _num_expert_workers(settings: GatewaySettings, num_experts: int) -> int:
+    if settings.mesh.experts or not num_experts:
+        return 0
+    if settings.mesh.expert_workers > num_experts:
+        raise SettingsError(
+            f"expert_workers is {settings.mesh.expert_workers}, but the model has {num_experts}"
+            " experts a layer, so that some would hold none",
+            fix=f"use --expert-workers {num_experts} or fewer",
+        )
+    return settings.mesh.expert_workers
+
+
+def _gateway(settings: GatewaySettings) -> Member:
+    def start(on_exit: Callable[[Child], None]) -> Child:
+        return spawn_module(
+            "gateway", ["--settings", settings.to_json()], "gateway", on_exit=on_exit
+        )
+
+    return Member("gateway", start, restarts=False)
+
+
+def _expert_worker(settings: GatewaySettings, index: int, ports: Sequence[int]) -> Member:
+    options = ExpertWorkerOptions(
+        host=WORKER_HOST,
+        port=ports[index],
+        experts=f"{index}/{len(ports)}",
+        dtype=settings.model.dtype,
+        worker_id=f"expert-worker-{index}",
+    )
+    flags = [settings.model.model, *_changed_flags(options), *_changed_flags(settings.log)]
+    name = f"expert worker {index}"
+
+    def start(on_exit: Callable[[Child], None]) -> Child:
+        return spawn_module("expert_worker", flags, name, on_exit=on_exit)
+
+    return Member(name, start, restarts=True)
+
+
+def _changed_flags(options: ExpertWorkerOptions | LogSettings) -> list[str]:
+    """Flags for the fields that differ from their default."""
+    flags = []
+    for entry in dataclasses.fields(options):
+        value = getattr(options, entry.name)
+        if value != entry.default:
+            flags += [f"--{entry.name.replace('_', '-')}", str(value)]
+    return flags
+
+
+@contextlib.contextmanager
+def _signals_stop(supervisor: Supervisor) -> Iterator[None]:
+    """SIGINT and SIGTERM raise `_Stop`; the next one kills all children and ends the process."""
+
+    def kill(_number: int, _frame: FrameType | None) -> None:
+        supervisor.kill()
+        os._exit(_KILLED)
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, kill)
+        raise _Stop
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    yield

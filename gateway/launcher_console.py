@@ -1,0 +1,208 @@
+"""What people see in the terminal: progress, the answer to the first question, the ready block."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from expertmesh.errors import ExpertMeshError
+from expertmesh.processes import write_error
+from expertmesh.settings import GatewaySettings
+from gateway.launcher_probe import ReadyProbe, http_port
+from gateway.launcher_supervisor import Member
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+    from expertmesh.model_tools.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 5.0
+_MAX_ANSWER_TOKENS = 128
+
+
+@contextlib.contextmanager
+def make_progress() -> Iterator[Progress]:
+    """A bar on a terminal, a line every few seconds elsewhere; both on standard error."""
+    if not sys.stderr.isatty():
+        yield LogProgress()
+        return
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TransferSpeedColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    with rich_progress.Progress(*columns, console=Console(stderr=True)) as bars:
+        yield TerminalProgress(bars)
+
+
+class TerminalProgress:
+    """One bar a stage.
+
+    Args:
+        bars: Where they are drawn; must be started.
+    """
+
+    def __init__(self, bars: RichProgress) -> None:
+        self._bars = bars
+        self._task: TaskID | None = None
+
+    def stage(self, name: str, total: int) -> None:
+        """Begins a stage of `total` bytes; 0 if the size is not known."""
+        self.done()
+        self._task = self._bars.add_task(name, total=total or None)
+
+    def advance(self, count: int) -> None:
+        """Adds bytes to the current stage."""
+        if self._task is not None:
+            self._bars.advance(self._task, count)
+
+    def done(self) -> None:
+        """Ends the last stage: its bar is full."""
+        if self._task is not None:
+            done = self._bars.tasks[-1].completed
+            self._bars.update(self._task, total=done, completed=done)
+            self._task = None
+
+
+class LogProgress:
+    """A line at the beginning of a stage, and every few seconds with the share that is done."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._total = 0
+        self._done = 0
+        self._next_line_s = 0.0
+
+    def stage(self, name: str, total: int) -> None:
+        """Begins a stage of `total` bytes; 0 if the size is not known."""
+        self._name, self._total, self._done = name, total, 0
+        self._next_line_s = time.monotonic() + _LOG_EVERY_S
+        self._write("begins")
+
+    def advance(self, count: int) -> None:
+        """Adds bytes to the current stage."""
+        self._done += count
+        if time.monotonic() >= self._next_line_s:
+            self._next_line_s = time.monotonic() + _LOG_EVERY_S
+            share = f" ({100 * self._done // self._total} %)" if self._total else ""
+            self._write(f"{self._done / 1e6:.0f} MB{share}")
+
+    def done(self) -> None:
+        """Ends the last stage."""
+        self._write("done")
+
+    def _write(self, what: str) -> None:
+        sys.stderr.write(f"{self._name}: {what}\n")
+        sys.stderr.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadyBlock:
+    """What one needs to know about a server that has just become ready."""
+
+    http_url: str
+    grpc_address: str
+    model: str
+    folder: str
+    processes: dict[str, int]
+    """Name to process id."""
+    experts: str
+
+    @classmethod
+    def of(
+        cls,
+        settings: GatewaySettings,
+        members: Sequence[Member],
+        probe: ReadyProbe,
+        num_pairs: int,
+    ) -> ReadyBlock:
+        """Collects it from the settings and the ready lines.
+
+        Args:
+            settings: Of the gateway.
+            members: Gateway first.
+            probe: After /ready was 200.
+            num_pairs: (layer, expert) pairs of the model.
+        """
+        info = members[0].info or {}
+        host = f"[{probe.host}]" if ":" in probe.host else probe.host
+        return cls(
+            http_url=f"http://{host}:{http_port(info)}",
+            grpc_address=f"{host}:{info.get('grpc_port')}",
+            model=settings.model.served_model_name or settings.model.model,
+            folder=settings.model.model,
+            processes=_processes(members),
+            experts=_experts(settings, num_pairs, probe.num_uncovered),
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Labels and values, in the order to show them."""
+        processes = ", ".join(f"{name} {pid}" for name, pid in self.processes.items())
+        return [
+            ("HTTP", f"{self.http_url}/v1"),
+            ("gRPC", self.grpc_address),
+            ("metrics", f"{self.http_url}/metrics"),
+            ("model", f"{self.model} ({self.folder})"),
+            ("processes", processes),
+            ("experts", self.experts),
+        ]
+
+
+def print_ready_block(block: ReadyBlock) -> None:
+    """Writes the block to standard output: framed on a terminal, plain lines elsewhere."""
+    if not sys.stdout.isatty():
+        lines = [f"{label:<10} {value}" for label, value in block.rows()]
+        sys.stdout.write("\n".join(["ExpertMesh is ready", *lines]) + "\n")
+        sys.stdout.flush()
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for label, value in block.rows():
+        table.add_row(f"[bold]{label}[/bold]", value)
+    footer = "Ctrl-C stops everything"
+    Console().print(Panel(table, title="ExpertMesh is ready", subtitle=footer, expand=False))
+
+
+def print_answer(http_url: str, question: str) -> None:
+    """Streams the model's answer to standard output; an error is written, not raised."""
+    from gateway.client_commands import ClientOptions, answer
+
+    sys.stdout.write(f"\n> {question}\n")
+    options = ClientOptions(http_url, max_tokens=_MAX_ANSWER_TOKENS, temperature=0.0)
+    try:
+        answer([{"role": "user", "content": question}], options)
+    except ExpertMeshError as error:
+        write_error(error)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _processes(members: Sequence[Member]) -> dict[str, int]:
+    processes = {member.name: member.child.pid for member in members if member.child is not None}
+    attention = (members[0].info or {}).get("attention_worker_pid")
+    if isinstance(attention, int):
+        processes["attention worker"] = attention
+    return processes
+
+
+def _experts(settings: GatewaySettings, num_pairs: int, num_uncovered: int) -> str:
+    if not num_pairs:
+        return "none: a dense model"
+    where = ", in the attention worker" if settings.mesh.colocated else ""
+    return f"{num_pairs - num_uncovered}/{num_pairs} covered{where}"
