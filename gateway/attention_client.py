@@ -206,19 +206,27 @@ class AttentionClient:
 
     def _restart(self, reason: str) -> None:
         logger.info("restarting %s: %s", self._name, reason)
-        self._end_life(0.0)
         attempt = self._num_quick_deaths
+        self._end_life(0.0)
         while not self._stopping.wait(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]):
-            try:
-                self._launch()
+            attempt += 1
+            if self._revive():
                 break
-            except StartupError as error:
-                attempt += 1
-                if not self._stopping.is_set():
-                    logger.error("%s cannot start: %s", self._name, error)
-        with self._lock:
-            self._restarter = None
         self._notify()
+
+    def _revive(self) -> bool:
+        """Makes a new life; True if it lives, and the restart is over."""
+        try:
+            self._launch()
+        except StartupError as error:
+            if not self._stopping.is_set():
+                logger.error("%s cannot start: %s", self._name, error)
+        with self._lock:
+            if self._limits is not None:
+                self._restarter = None
+                return True
+        self._end_life(0.0)
+        return False
 
     def _end_life(self, grace_s: float) -> None:
         with self._lock:

@@ -58,11 +58,9 @@ class AttentionConnection:
     def describe(self, timeout_s: float) -> pb.DescribeResponse:
         """What the attention worker is. Raises PeerError."""
         try:
-            return self._stub.Describe(
-                pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True
-            )
+            return self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError as error:
-            raise PeerError(f"attention worker does not describe itself: {_reason(error)}") from error
+            raise PeerError(f"attention worker does not answer: {_reason(error)}") from error
 
     def open(self) -> None:
         """Opens both streams; call once."""

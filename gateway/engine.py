@@ -20,8 +20,13 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 
-from expertmesh.errors import EngineError, ExpertUnavailableError, OverloadedError, PeerError
-from expertmesh.errors import RequestError
+from expertmesh.errors import (
+    EngineError,
+    ExpertUnavailableError,
+    OverloadedError,
+    PeerError,
+    RequestError,
+)
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.attention_port import AttentionPort
@@ -232,9 +237,7 @@ class Engine:
         self._attention.send(step_message(step, limit_ms))
         response = self._attention.receive(timeout_s)
         if response.step != step.step:
-            raise PeerError(
-                f"attention worker answered step {response.step}, expected {step.step}"
-            )
+            raise PeerError(f"attention worker answered step {response.step}, expected {step.step}")
         return response
 
     def _tell_scheduled(self, step: ScheduledStep) -> None:
@@ -310,7 +313,7 @@ class Engine:
 
     def _lose_attention(self, reason: str) -> None:
         running = list(self._scheduler.running)
-        logger.error("restarting the attention worker, ending %d requests: %s", len(running), reason)
+        logger.error("lost the attention worker, ending %d requests: %s", len(running), reason)
         self._observer.engine_failed(reason)
         self._down_since_s = time.monotonic()
         self._num_failures = 0

@@ -44,9 +44,7 @@ class OutputStream:
         """The request got a request slot."""
         if not self._started:
             self._started = True
-            self._observer.request_started(
-                self.request, time.monotonic() - self.request.arrival_s
-            )
+            self._observer.request_started(self.request, time.monotonic() - self.request.arrival_s)
 
     def push(self, logprobs: TokenLogprobs | None, max_model_len: int) -> RequestOutput:
         """Output for the newest token of the state, with a finish reason if it ends here."""
@@ -95,6 +93,4 @@ class OutputStream:
 
     def _note_end(self, reason: FinishReason) -> None:
         since_s = time.monotonic() - self.request.arrival_s
-        self._observer.request_finished(
-            self.request, reason, self.state.num_generated, since_s
-        )
+        self._observer.request_finished(self.request, reason, self.state.num_generated, since_s)

@@ -92,9 +92,7 @@ class Scheduler:
         """Puts a request at the end of the queue. Raises RequestError if it can never fit."""
         self.limits.check_fits(len(request.prompt_token_ids))
         if request.request_id in self._states:
-            raise RequestError(
-                f"request id {request.request_id!r} is in use", param="request_id"
-            )
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         state = RequestState(request)
         self._states[state.request_id] = state
         self.waiting.append(state)

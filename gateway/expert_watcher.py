@@ -1,0 +1,137 @@
+"""Watches one expert worker: keeps its Watch stream open and reports what comes or why not.
+
+Thread: `watch-<address>`, owned by `gateway.membership`, which also calls `check` now and then: a
+stream read has no time limit of its own, so a hung or cut off expert worker is found by that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.v1 import expert_service_pb2_grpc as pb_grpc
+
+MISSED_HEARTBEATS = 3
+"""Heartbeats without a snapshot after which an expert worker counts as unreachable."""
+MIN_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+
+Report = Callable[[str, pb.WatchResponse | str], None]
+"""Takes an address and either a snapshot or the reason why there is none."""
+
+_CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 500),  # also the limit of one attempt to connect
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+)
+
+
+class ExpertWatcher:
+    """The Watch stream to one address.
+
+    Args:
+        address: host:port.
+        heartbeat_s: Longest time between two snapshots that the expert worker is asked for.
+        report: Called in the watcher's thread with every snapshot, and once per failed try.
+    """
+
+    def __init__(self, address: str, heartbeat_s: float, report: Report) -> None:
+        self.address = address
+        self._heartbeat_ms = max(1, int(heartbeat_s * 1000))
+        self._limit_s = MISSED_HEARTBEATS * heartbeat_s
+        self._report = report
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._call: grpc.Call | None = None
+        self._due_s = 0.0
+        self._overdue = False
+        self._backoff_s = MIN_BACKOFF_S
+        self._thread = threading.Thread(target=self._run, name=f"watch-{address}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def check(self, now_s: float) -> None:
+        """Gives up on a stream from which no snapshot came for too long."""
+        with self._lock:
+            if self._call is not None and now_s > self._due_s:
+                self._overdue = True
+                self._call.cancel()
+
+    def stop(self) -> None:
+        """Asks the thread to end."""
+        self._stopping.set()
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of the thread."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+            stub = pb_grpc.ExpertServiceStub(channel)
+            while not self._stopping.is_set():
+                reason = self._watch(stub)
+                if self._stopping.is_set():
+                    return
+                self._report(self.address, reason)
+                self._stopping.wait(self._backoff_s)
+                self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+    def _watch(self, stub: pb_grpc.ExpertServiceStub) -> str:
+        """Reads one stream to its end; returns why it ended."""
+        call = stub.Watch(pb.WatchRequest(heartbeat_ms=self._heartbeat_ms))
+        with self._lock:
+            self._call = call
+            self._overdue = False
+            self._due_s = time.monotonic() + self._limit_s
+        if self._stopping.is_set():
+            call.cancel()
+        try:
+            for snapshot in call:
+                self._due_s = time.monotonic() + self._limit_s
+                self._backoff_s = MIN_BACKOFF_S
+                self._report(self.address, snapshot)
+            return "it ended its state stream"
+        except grpc.RpcError as error:
+            return self._reason(error)
+        finally:
+            with self._lock:
+                self._call = None
+
+    def _reason(self, error: grpc.RpcError) -> str:
+        """A short reason that is the same for every try that fails in the same way."""
+        silent = f"no answer within {self._limit_s:g} s"
+        if self._overdue or not isinstance(error, grpc.Call):
+            return silent
+        details = error.details() or ""
+        for sign, reason in _REASONS:
+            if sign in details:
+                return reason or silent
+        return f"{error.code().name}: {details[:200]}"
+
+
+_REASONS = (
+    ("Connection refused", "connection refused"),
+    ("Connection reset", "connection lost"),
+    ("Socket closed", "connection lost"),
+    ("No route to host", "no route to host"),
+    ("Network is unreachable", "network unreachable"),
+    ("DNS resolution failed", "host name not found"),
+    ("imeout", ""),
+    ("timed out", ""),
+    ("ping", ""),
+)
+"""Part of gRPC's message to our reason; empty for silence."""

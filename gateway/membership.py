@@ -1,0 +1,251 @@
+"""Which expert workers can be used, folded into an expert map and a status.
+
+Expert workers are the truth about what they hold. One is in the map if it is discovered, its Watch
+stream is alive, protocol revision, model and dtype are ours, and it is not draining; retiring
+experts are left out.
+
+Threads: `membership` owns everything here and is the only one to make maps; `watch-<address>`, one
+per expert worker, only report to it. Maps and statuses are immutable and replaced whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from expertmesh.model_config import ModelConfig
+from expertmesh.placement import ExpertMap, ExpertWorkerEntry
+from expertmesh.v1 import expert_service_pb2 as pb
+from gateway.discovery import Addresses, Discovery
+from gateway.expert_watcher import ExpertWatcher
+from gateway.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
+from gateway.worker_report import ServedIdentity, read_snapshot
+
+__all__ = ["ExpertWorkerState", "ExpertWorkerStatus", "Membership", "MeshStatus", "ServedIdentity"]
+
+logger = logging.getLogger("gateway.membership")
+
+HEARTBEAT_S = 1.0
+_CHECKS_PER_HEARTBEAT = 4
+_JOIN_S = 2.0
+
+MapListener = Callable[[ExpertMap], None]
+
+
+@dataclass
+class _Member:
+    """One discovered address."""
+
+    watcher: ExpertWatcher
+    status: ExpertWorkerStatus
+    entry: ExpertWorkerEntry | None = None
+    numerics: bytes = b""
+
+
+class Membership:
+    """Follows expert workers and tells listeners about new maps.
+
+    Args:
+        discovery: Where expert workers may be.
+        served: What they must serve.
+        config: Which experts there are.
+        colocated: The experts are in the attention worker; no expert worker is needed.
+        heartbeat_s: Longest time between two snapshots of an expert worker.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        served: ServedIdentity,
+        config: ModelConfig,
+        *,
+        colocated: bool = False,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._discovery = discovery
+        self._served = served
+        self._config = config
+        self._colocated = colocated
+        self._heartbeat_s = heartbeat_s
+        self._members: dict[str, _Member] = {}
+        self._listeners: list[MapListener] = []
+        # At most one report per address and heartbeat, one more per change of an expert worker.
+        self._news: queue.SimpleQueue[_News | None] = queue.SimpleQueue()
+        self._map = ExpertMap.empty(config)
+        self._status = self._make_status()
+        self._mixed = False
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+
+    @property
+    def expert_map(self) -> ExpertMap:
+        """The present map; may be read from any thread."""
+        return self._map
+
+    def status(self) -> MeshStatus:
+        """The present status; may be read from any thread."""
+        return self._status
+
+    def subscribe(self, on_map: MapListener) -> None:
+        """Calls `on_map` with every new map, in the membership thread. Call before `start`."""
+        self._listeners.append(on_map)
+
+    def start(self) -> None:
+        """Starts discovery and watching."""
+        self._thread.start()
+        self._discovery.start(lambda addresses: self._news.put(_Addresses(addresses)))
+
+    def stop(self) -> None:
+        """Ends discovery and watching; no thread is left."""
+        self._discovery.stop()
+        self._news.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(2 * _JOIN_S)
+
+    def _run(self) -> None:
+        pause_s = self._heartbeat_s / _CHECKS_PER_HEARTBEAT
+        while True:
+            try:
+                news = self._news.get(timeout=pause_s if self._members else None)
+                if news is None:
+                    break
+                self._take(news)
+            except queue.Empty:
+                pass  # time to look for silent ones
+            now_s = time.monotonic()
+            for member in self._members.values():
+                member.watcher.check(now_s)
+        self._drop(set(self._members))
+
+    def _take(self, news: _News) -> None:
+        if isinstance(news, _Addresses):
+            self._follow(news.addresses)
+        elif (member := self._members.get(news.address)) is None:
+            return  # reported before it was dropped
+        elif isinstance(news.content, str):
+            self._lose(member, news.content)
+        else:
+            self._read(member, news.content)
+        self._fold()
+
+    def _follow(self, addresses: Addresses) -> None:
+        self._drop(set(self._members) - set(addresses))
+        for address in addresses:
+            if address in self._members:
+                continue
+            watcher = ExpertWatcher(address, self._heartbeat_s, self._report)
+            state = ExpertWorkerState.UNREACHABLE
+            status = ExpertWorkerStatus("", address, state, "not reached yet")
+            self._members[address] = _Member(watcher, status)
+            watcher.start()
+
+    def _drop(self, addresses: set[str]) -> None:
+        dropped = [self._members.pop(address) for address in addresses]
+        for member in dropped:
+            member.watcher.stop()
+        for member in dropped:
+            member.watcher.join(_JOIN_S)
+
+    def _report(self, address: str, content: pb.WatchResponse | str) -> None:
+        """In a watcher's thread."""
+        self._news.put(_Report(address, content))
+
+    def _lose(self, member: _Member, reason: str) -> None:
+        member.entry = None
+        old = member.status
+        state = ExpertWorkerState.UNREACHABLE
+        self._set_status(member, ExpertWorkerStatus(old.worker_id, old.address, state, reason))
+
+    def _read(self, member: _Member, snapshot: pb.WatchResponse) -> None:
+        address = member.status.address
+        status, entry = read_snapshot(snapshot, address, self._served, self._config)
+        if entry is not None and (other := self._namesake(entry)) is not None:
+            message = f"worker id {entry.worker_id} is also used by {other}, expected another one"
+            entry, state = None, ExpertWorkerState.INCOMPATIBLE
+            status = ExpertWorkerStatus(status.worker_id, address, state, message)
+        member.entry = entry
+        member.numerics = snapshot.numerics_fingerprint
+        self._set_status(member, status)
+
+    def _namesake(self, entry: ExpertWorkerEntry) -> str | None:
+        """Address of another routable expert worker with the same id."""
+        for address, member in self._members.items():
+            same = member.entry is not None and member.entry.worker_id == entry.worker_id
+            if same and address != entry.address:
+                return address
+        return None
+
+    def _set_status(self, member: _Member, status: ExpertWorkerStatus) -> None:
+        old, member.status = member.status, status
+        if (old.state, old.message, old.worker_id) == (
+            status.state,
+            status.message,
+            status.worker_id,
+        ):
+            return
+        good = status.state is ExpertWorkerState.READY
+        logger.log(
+            logging.INFO if good else logging.WARNING,
+            "expert worker %s at %s is %s%s",
+            status.worker_id or "(unknown)",
+            status.address,
+            status.state,
+            f": {status.message}" if status.message else f" with {status.num_experts} experts",
+        )
+
+    def _fold(self) -> None:
+        """Makes the next map if anything routable changed, and the status in any case."""
+        entries = [m.entry for m in self._members.values() if m.entry is not None]
+        candidate = self._map.replaced(entries)
+        changed = candidate.workers != self._map.workers
+        if changed:
+            self._map = candidate
+        self._status = self._make_status()
+        if changed:
+            self._tell()
+
+    def _tell(self) -> None:
+        covered = self._map
+        logger.info(
+            "expert map %d: %d expert workers, %d of %d experts covered",
+            covered.epoch,
+            len(covered.workers),
+            covered.num_covered,
+            covered.num_pairs,
+        )
+        numerics = {m.numerics for m in self._members.values() if m.entry is not None}
+        mixed = len(numerics) > 1
+        if mixed and not self._mixed:
+            logger.warning(
+                "expert workers have different numerics: a retry on another copy may change the "
+                "last bits of a result"
+            )
+        self._mixed = mixed
+        for listener in self._listeners:
+            listener(self._map)
+
+    def _make_status(self) -> MeshStatus:
+        statuses = tuple(self._members[address].status for address in sorted(self._members))
+        uncovered = {} if self._colocated else self._map.uncovered()
+        return MeshStatus(self._map.epoch, statuses, uncovered, ready=not uncovered)
+
+
+@dataclass(frozen=True)
+class _Addresses:
+    """Discovery has other addresses."""
+
+    addresses: Addresses
+
+
+@dataclass(frozen=True)
+class _Report:
+    """A watcher has a snapshot, or the reason why there is none."""
+
+    address: str
+    content: pb.WatchResponse | str
+
+
+_News = _Addresses | _Report
