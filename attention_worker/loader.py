@@ -55,9 +55,6 @@ class _Parameters:
             raise CheckpointError(f"{self._model_dir}: parameter {name} is missing")
         return self._tensors.pop(name)
 
-    def linear(self, name: str, bias: str | None = None) -> PackedLinear:
-        return pack_linear(self.take(name), self.take(bias) if bias else None)
-
     def check_all_used(self) -> None:
         if self._tensors:
             raise CheckpointError(
@@ -95,7 +92,7 @@ class _Builder:
             embed_VH=embed_VH,
             layers=tuple(self._layer(i, layer) for i, layer in enumerate(self._config.layers)),
             norm=self._norm("norm"),
-            lm_head=pack_linear(embed_VH) if tied else self._parameters.linear("lm_head"),
+            lm_head=pack_linear(embed_VH) if tied else self._linear("lm_head"),
         )
 
     def _layer(self, index: int, config: LayerConfig) -> DecoderLayer:
@@ -115,22 +112,23 @@ class _Builder:
         return Attention(
             layer=index,
             config=attention,
-            qkv=self._parameters.linear(
-                f"{prefix}.qkv", f"{prefix}.qkv_bias" if attention.qkv_bias else None
-            ),
-            o=self._parameters.linear(
-                f"{prefix}.o", f"{prefix}.o_bias" if attention.o_bias else None
-            ),
+            qkv=self._linear(f"{prefix}.qkv", bias=attention.qkv_bias),
+            o=self._linear(f"{prefix}.o", bias=attention.o_bias),
             rope=self._rope(attention.rope),
         )
 
     def _ffn(self, index: int, config: LayerConfig) -> Ffn:
         prefix, ffn = f"layers.{index}", config.ffn
         if isinstance(ffn, DenseFfnConfig):
-            gate_up = self._parameters.linear(f"{prefix}.gate_up")
-            down = self._parameters.linear(f"{prefix}.down")
+            gate_up = self._linear(f"{prefix}.gate_up", bias=ffn.bias)
+            down = self._linear(f"{prefix}.down", bias=ffn.bias)
             return DenseFfn(ExpertWeights(gate_up=gate_up, down=down), ffn.activation)
-        return MoeFfn(index, self._parameters.linear(f"{prefix}.gate"), ffn.gate)
+        return MoeFfn(index, self._linear(f"{prefix}.gate"), ffn.gate)
+
+    def _linear(self, name: str, *, bias: bool = False) -> PackedLinear:
+        """A packed weight; its bias is named after it."""
+        bias_N = self._parameters.take(f"{name}_bias") if bias else None
+        return pack_linear(self._parameters.take(name), bias_N)
 
     def _make_rope(self, config: RopeConfig) -> RopeTable:
         table = rope_table(config, self._max_model_len)

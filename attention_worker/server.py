@@ -50,7 +50,11 @@ class AttentionServicer(pb_grpc.AttentionServiceServicer):
         self._memberships_lock = threading.Lock()
 
     def stop(self, grace_s: float) -> bool:
-        """Ends Membership streams, takes no further step; False if one is in hand after the grace."""
+        """Ends Membership streams and takes no further step.
+
+        Returns:
+            False if a step is in hand still after the grace.
+        """
         self._stopping.set()
         with self._memberships_lock:
             for membership in self._memberships:
@@ -60,13 +64,20 @@ class AttentionServicer(pb_grpc.AttentionServiceServicer):
         self._step.release()
         return True
 
-    def Describe(  # noqa: N802 (the name is the protocol's)
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no Run stream is open; False if one is after the timeout."""
+        if not self._running.acquire(timeout=timeout_s):
+            return False
+        self._running.release()
+        return True
+
+    def Describe(
         self, request: pb.DescribeRequest, context: grpc.ServicerContext
     ) -> pb.DescribeResponse:
         """Model, device and limits."""
         return self._description
 
-    def Run(  # noqa: N802
+    def Run(
         self, request_iterator: Iterator[pb.RunRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.RunResponse]:
         """Executes steps in order. A new stream knows no requests: all slots start free."""
@@ -87,7 +98,7 @@ class AttentionServicer(pb_grpc.AttentionServiceServicer):
         finally:
             self._running.release()
 
-    def Membership(  # noqa: N802
+    def Membership(
         self, request_iterator: Iterator[pb.MembershipRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.MembershipResponse]:
         """Takes expert maps, yields observations."""
@@ -131,6 +142,10 @@ class AttentionServer:
         if not bound:
             raise PortError(f"cannot listen on {address}")
         self._server.start()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no Run stream is open; False if one is after the timeout."""
+        return self._servicer.wait_idle(timeout_s)
 
     def stop(self, grace_s: float) -> bool:
         """Ends all streams, after the step in hand; False if that lasts longer than the grace."""

@@ -27,12 +27,12 @@ class Attention:
     def __call__(self, h_TH: Tensor, inputs: AttentionInputs) -> Tensor:
         """[T, H] -> [T, H]; the rows' keys and values are in the pages afterwards."""
         config = self.config
-        num_q, num_kv = config.num_heads, config.num_kv_heads
+        num_q = config.num_heads
+        num_qk = num_q + config.num_kv_heads
         k_cache, v_cache = inputs.caches[self.layer]
-        qkv_TnD = linear(h_TH, self.qkv).view(-1, num_q + 2 * num_kv, config.head_dim)
-        qk_TnD, v_TnD = qkv_TnD.split((num_q + num_kv, num_kv), dim=1)
-        apply_rope(qk_TnD, inputs.positions_T, self.rope)
-        q_TnD, k_TnD = qk_TnD.split((num_q, num_kv), dim=1)
+        qkv_TnD = linear(h_TH, self.qkv).view(-1, num_qk + config.num_kv_heads, config.head_dim)
+        q_TnD, k_TnD, v_TnD = qkv_TnD[:, :num_q], qkv_TnD[:, num_q:num_qk], qkv_TnD[:, num_qk:]
+        apply_rope(qkv_TnD[:, :num_qk], inputs.positions_T, self.rope)  # in place: q and k
         write_kv(k_TnD, v_TnD, k_cache, v_cache, inputs.kv_slots_T)
         mixed_TnD = paged_attention(
             q_TnD,

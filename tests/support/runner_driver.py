@@ -8,12 +8,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from attention_worker.model_runner import ModelRunner
-from expertmesh.v1 import attention_service_pb2 as pb
+import torch
+from attention_worker.experts import ExpertClient, LocalExperts
 from torch import Tensor
+
+from attention_worker.kv_cache import PagedKvCache
+from attention_worker.loader import load_model
+from attention_worker.model_runner import ModelRunner, RunnerLimits
+from expert_worker.backend import ExpertBackend
+from expert_worker.store import ExpertStore
+from expertmesh.checkpoint import Checkpoint
+from expertmesh.model_config import DtypeName
+from expertmesh.v1 import attention_service_pb2 as pb
+from expertmesh_kernels.host import TORCH_DTYPES
+
+
+def local_experts(checkpoint: Checkpoint, dtype: DtypeName) -> LocalExperts:
+    """All experts of a checkpoint in this process."""
+    store = ExpertStore(checkpoint, dtype)
+    for layer in checkpoint.config.moe_layers:
+        for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
+            store.load(layer, expert)
+    return LocalExperts(ExpertBackend(store))
+
+
+def make_runner(
+    model_dir: Path,
+    *,
+    dtype: DtypeName = "float32",
+    max_model_len: int = 256,
+    num_slots: int = 16,
+    num_blocks: int = 512,
+    block_size: int = 16,
+    experts: ExpertClient | None = None,
+) -> ModelRunner:
+    """A runner of a checkpoint; with its experts in this process, unless others are given."""
+    checkpoint = Checkpoint.open(model_dir)
+    cpu = torch.device("cpu")
+    model = load_model(checkpoint, TORCH_DTYPES[dtype], cpu, max_model_len)
+    return ModelRunner(
+        model,
+        experts or local_experts(checkpoint, dtype),
+        PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, cpu),
+        RunnerLimits(num_request_slots=num_slots, max_step_tokens=1024),
+    )
 
 
 @dataclass

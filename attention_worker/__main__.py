@@ -1,0 +1,62 @@
+"""`python -m attention_worker --settings JSON`: serves until SIGTERM or the end of its parent."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+
+from expertmesh.errors import StartupError
+from expertmesh.logs import configure_logging
+from expertmesh.processes import announce_failure, announce_ready, watch_lifeline
+from expertmesh.settings import AttentionWorkerSettings
+
+STOP_GRACE_S = 1.0
+"""Time for the step in hand at the end; its result is of no use any more."""
+
+logger = logging.getLogger("attention_worker")
+
+
+def main(argv: list[str]) -> int:
+    """Runs an attention worker; returns its exit code."""
+    stopping = threading.Event()
+    watch_lifeline(stopping.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stopping.set())
+    parser = argparse.ArgumentParser(prog="attention_worker", description=__doc__)
+    parser.add_argument("--settings", required=True, help="AttentionWorkerSettings as JSON")
+    try:
+        settings = AttentionWorkerSettings.from_json(parser.parse_args(argv).settings)
+        _serve(settings, stopping)
+    except StartupError as error:
+        announce_failure(error)
+        return error.exit_code
+    return 0
+
+
+def _serve(settings: AttentionWorkerSettings, stopping: threading.Event) -> None:
+    configure_logging(settings.log, "attention worker")
+    from attention_worker.worker import build_worker  # torch: settings are checked before it
+
+    worker = build_worker(settings)
+    if stopping.is_set():
+        return
+    worker.server.start()
+    description = worker.description
+    logger.info(
+        "serving %s (%s) with %d KV blocks of %d tokens on %s",
+        description.model.name,
+        "experts inside" if description.colocated else "experts on expert workers",
+        description.num_kv_blocks,
+        description.kv_block_size,
+        settings.socket_path,
+    )
+    announce_ready({"socket_path": settings.socket_path})
+    stopping.wait()  # ends with a signal or with the parent
+    worker.stop(STOP_GRACE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""An attention worker from its settings to a server: load, check, warm up, describe."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from expertmesh_kernels.self_test import numerics_fingerprint
+
+from attention_worker.experts import ExpertClient, LocalExperts, RemoteExperts
+from attention_worker.kv_cache import (
+    KvPoolSettings,
+    PagedKvCache,
+    available_memory,
+    choose_num_kv_blocks,
+)
+from attention_worker.loader import load_model
+from attention_worker.membership import MapUser, NoMapUser
+from attention_worker.model import Model
+from attention_worker.model_runner import ModelRunner, RunnerLimits
+from attention_worker.server import AttentionServer, AttentionServicer
+from attention_worker.warm_up import warm_up
+from expert_worker.backend import ExpertBackend
+from expert_worker.store import ExpertStore
+from expertmesh import PROTOCOL_REVISION
+from expertmesh.checkpoint import Checkpoint
+from expertmesh.errors import SettingsError
+from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh.settings import AttentionWorkerSettings
+from expertmesh.v1 import attention_service_pb2 as pb
+from expertmesh.v1 import expert_service_pb2
+from expertmesh.wire import DTYPE_CODES, incarnation
+from expertmesh_kernels.host import TORCH_DTYPES
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AttentionWorker:
+    """A loaded model behind a server that is not started yet."""
+
+    server: AttentionServer
+    experts: LocalExperts | RemoteExperts
+    description: pb.DescribeResponse
+
+    def stop(self, grace_s: float) -> None:
+        """Ends streams and expert calls: the step in hand may finish within the grace."""
+        if not self.server.stop(grace_s):
+            logger.warning("a step was still running after %.1f s", grace_s)
+        self.experts.close()
+
+
+def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
+    """Loads everything and warms it up; may take minutes.
+
+    Raises:
+        StartupError: The settings cannot work, or the checkpoint cannot be served.
+        RuntimeError: The kernels do not compute what they must on this machine.
+    """
+    torch.set_num_threads(1)  # the kernels are single-threaded; a second pool would take cores
+    fingerprint = numerics_fingerprint()
+    checkpoint = Checkpoint.open(Path(settings.model))
+    dtype_name = _dtype_name(settings, checkpoint.config)
+    max_model_len = _max_model_len(settings, checkpoint.config)
+    device = torch.device(settings.device)
+    model = load_model(checkpoint, TORCH_DTYPES[dtype_name], device, max_model_len)
+    experts, map_user = _experts(settings, checkpoint, dtype_name)
+    kv = _kv_cache(settings, model)
+    warm_up(model, kv)
+    runner = ModelRunner(model, cast(ExpertClient, experts), kv, _limits(settings))
+    description = _description(settings, checkpoint, runner, dtype_name)
+    description.numerics_fingerprint = fingerprint
+    servicer = AttentionServicer(description, runner, map_user)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no collection needs to look at it again
+    return AttentionWorker(AttentionServer(servicer, settings.socket_path), experts, description)
+
+
+def _dtype_name(settings: AttentionWorkerSettings, config: ModelConfig) -> DtypeName:
+    return config.dtype if settings.dtype == "auto" else settings.dtype
+
+
+def _max_model_len(settings: AttentionWorkerSettings, config: ModelConfig) -> int:
+    """As asked for, within what the model was trained for."""
+    trained = config.max_position_embeddings
+    asked = settings.max_model_len
+    if asked is not None and asked > trained:
+        raise SettingsError(
+            f"max_model_len is {asked}, but the model was trained for {trained} tokens",
+            fix=f"use --max-model-len {trained} or less",
+        )
+    return asked or trained
+
+
+def _experts(
+    settings: AttentionWorkerSettings, checkpoint: Checkpoint, dtype: DtypeName
+) -> tuple[LocalExperts | RemoteExperts, MapUser]:
+    """All experts in this process, or the client of the expert workers."""
+    if not settings.colocated:
+        remote = RemoteExperts(checkpoint.config, checkpoint.fingerprint, dtype)
+        return remote, remote
+    store = ExpertStore(checkpoint, dtype, settings.device)
+    for layer in checkpoint.config.moe_layers:
+        for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
+            store.load(layer, expert)
+    return LocalExperts(ExpertBackend(store)), NoMapUser()
+
+
+def _kv_cache(settings: AttentionWorkerSettings, model: Model) -> PagedKvCache:
+    engine = settings.engine
+    pool = KvPoolSettings(
+        block_size=engine.kv_block_size,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=model.max_model_len,
+        cache_tokens=engine.kv_cache_tokens,
+        memory_fraction=engine.kv_memory_fraction,
+    )
+    available_bytes = available_memory(model.device)
+    num_blocks = choose_num_kv_blocks(model.config, pool, model.dtype, available_bytes)
+    return PagedKvCache(model.config, num_blocks, pool.block_size, model.dtype, model.device)
+
+
+def _limits(settings: AttentionWorkerSettings) -> RunnerLimits:
+    return RunnerLimits(
+        num_request_slots=settings.engine.max_num_seqs,
+        max_step_tokens=settings.engine.max_num_batched_tokens,
+        expert_call_timeout_s=settings.engine.expert_call_timeout_s,
+    )
+
+
+def _description(
+    settings: AttentionWorkerSettings,
+    checkpoint: Checkpoint,
+    runner: ModelRunner,
+    dtype: DtypeName,
+) -> pb.DescribeResponse:
+    config = checkpoint.config
+    return pb.DescribeResponse(
+        incarnation=incarnation(),
+        protocol_revision=PROTOCOL_REVISION,
+        model=expert_service_pb2.ModelIdentity(
+            fingerprint=checkpoint.fingerprint,
+            name=checkpoint.name,
+            num_layers=config.num_layers,
+            num_experts=config.num_experts,
+            hidden_size=config.hidden_size,
+            dtype=DTYPE_CODES[dtype],
+        ),
+        device=settings.device,
+        num_kv_blocks=runner.kv.num_blocks,
+        kv_block_size=runner.kv.block_size,
+        kv_block_bytes=runner.kv.block_bytes,
+        num_request_slots=runner.limits.num_request_slots,
+        max_step_tokens=runner.limits.max_step_tokens,
+        max_model_len=runner.model.max_model_len,
+        colocated=settings.colocated,
+    )
