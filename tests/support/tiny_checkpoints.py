@@ -50,6 +50,7 @@ class TinyShape:
     attention_bias: bool = False
     rope: Literal["default", "linear", "llama3"] = "default"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    eos_token_id: int = 2
     seed: int = 0
 
 
@@ -109,7 +110,7 @@ def _common(shape: TinyShape) -> dict[str, object]:
         "tie_word_embeddings": shape.tied,
         "initializer_range": 0.3,
         "bos_token_id": 1,
-        "eos_token_id": 2,
+        "eos_token_id": shape.eos_token_id,
     }
 
 
