@@ -149,6 +149,11 @@ class Checkpoint:
         source = self._inventory.experts[layer, expert]
         return ExpertTensors(self._read(source.gate_up), self._read(source.down))
 
+    def stored_tensor(self, name: str) -> HostTensor:
+        """A tensor by its name in the files, as stored."""
+        file = self._files[name]
+        return self._read(ParameterSource((file.extent(name),), file.tensors[name].shape))
+
     def expert_nbytes(self) -> int:
         """Bytes of one expert as stored (the largest, if layers differ); 0 without experts."""
         sizes = (
