@@ -1,0 +1,87 @@
+# Everything a developer or CI does. `make help` lists it. CI runs `.ci/run`, which runs `make test`.
+
+PYTHON ?= python3
+# Where torch comes from, e.g. TORCH_PIP_ARGS="--index-url URL" for wheels without CUDA.
+TORCH_PIP_ARGS ?=
+# Of `make run`: the model, the first question, more flags of `expertmesh serve`.
+MODEL ?= demo
+ASK ?= What is the capital of France?
+ARGS ?=
+# Of `make test` and `make test-all`: more flags of pytest.
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv install run test test-all check lint fmt type imports proto proto-check bench
+
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is not Python 3.11 or newer" >&2; \
+	    echo "fix: name one that is, e.g. make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run-stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV): torch first, then the rest"
+	$(BIN)/python -m pip install $(TORCH_PIP_ARGS) $(TORCH)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gateway,worker]'
+	@touch $@
+
+$(VENV)/.dev-stamp: $(VENV)/.run-stamp
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gateway,worker,dev]'
+	@touch $@
+
+venv: $(BIN)/python ## Make the virtual environment in .venv
+
+install: $(VENV)/.dev-stamp ## Install ExpertMesh and the developer's tools
+
+run: $(VENV)/.run-stamp ## Serve the demo model on this machine, until Ctrl-C
+	@$(BIN)/expertmesh serve $(MODEL) --ask "$(ASK)" $(ARGS)
+
+test: lint type imports proto-check ## What CI runs: static checks, then the tests
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: lint type imports proto-check ## As test, with what takes longer
+	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+check: test ## Same as test
+
+lint: $(VENV)/.dev-stamp ## Style and format of Python and protos
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check . || { echo "fix: make fmt" >&2; exit 1; }
+	@$(BIN)/buf lint
+
+fmt: $(VENV)/.dev-stamp ## Format and fix what can be fixed
+	@$(BIN)/ruff check -q --fix .
+	@$(BIN)/ruff format -q .
+
+type: $(VENV)/.dev-stamp ## mypy, strict
+	@$(BIN)/mypy
+
+imports: $(VENV)/.dev-stamp ## Which package may import which
+	@PYTHONPATH=.:kernels $(BIN)/lint-imports
+
+define generate
+	@$(BIN)/python -m grpc_tools.protoc -I proto \
+	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+endef
+
+proto: $(VENV)/.dev-stamp ## Generate code from proto/
+	$(call generate,.)
+
+proto-check: $(VENV)/.dev-stamp ## Fail if the generated code is not that of proto/
+	@rm -rf build/proto-check && mkdir -p build/proto-check
+	$(call generate,build/proto-check)
+	@diff -r -x __pycache__ -x __init__.py build/proto-check/expertmesh/v1 expertmesh/v1 || \
+	  { echo "fix: make proto" >&2; exit 1; }
+
+bench: $(VENV)/.dev-stamp ## Measure the kernels
+	@PYTHONPATH=.:kernels $(BIN)/python bench/bench_kernels.py $(ARGS)
