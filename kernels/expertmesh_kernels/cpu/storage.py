@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
+from expertmesh_kernels.cpu.tile import widen_16
 from numpy.typing import NDArray
 
 
@@ -20,6 +21,18 @@ def widen_into(
 
 
 @njit
+def widen_short(
+    stored: NDArray[np.generic], at: int, count: int, wide: NDArray[np.float32], wide_at: int
+) -> None:
+    """What `widen_into` does, without its start-up cost: for a few dozen elements."""
+    whole = count - count % 16
+    for i in range(0, whole, 16):
+        widen_16(stored, at + i, wide, wide_at + i)
+    for i in range(whole, count):
+        wide[wide_at + i] = widen(stored[at + i])
+
+
+@njit
 def narrow_into(
     wide: NDArray[np.float32], wide_at: int, count: int, stored: NDArray[np.generic], at: int
 ) -> None:
@@ -28,3 +41,39 @@ def narrow_into(
     target = stored[at : at + count]
     for i in range(count):
         target[i] = narrow_like(source[i], stored)
+
+
+@njit
+def lane_sum(values: NDArray[np.float32]) -> np.float32:
+    """Sum in a fixed order: 16 chains, chain l over i = l, l + 16, ...; then added pairwise.
+
+    Chain l takes in chain l + 8, then l + 4, l + 2, l + 1. The order depends on the length alone.
+    """
+    lanes = np.zeros(16, np.float32)
+    whole = values.size - values.size % 16
+    for block in range(0, whole, 16):
+        row = values[block : block + 16]
+        for lane in range(16):
+            lanes[lane] += row[lane]
+    for i in range(whole, values.size):
+        lanes[i - whole] += values[i]
+    for step in (8, 4, 2, 1):
+        for lane in range(step):
+            lanes[lane] += lanes[lane + step]
+    return lanes[0]
+
+
+@njit
+def lane_max(values: NDArray[np.float32]) -> np.float32:
+    """The largest value that is not NaN; -inf if there is none."""
+    lanes = np.full(16, np.float32(-np.inf), np.float32)
+    whole = values.size - values.size % 16
+    for block in range(0, whole, 16):
+        row = values[block : block + 16]
+        for lane in range(16):
+            lanes[lane] = row[lane] if row[lane] > lanes[lane] else lanes[lane]
+    for i in range(whole, values.size):
+        lanes[i - whole] = values[i] if values[i] > lanes[i - whole] else lanes[i - whole]
+    for lane in range(1, 16):
+        lanes[0] = lanes[lane] if lanes[lane] > lanes[0] else lanes[0]
+    return lanes[0]

@@ -131,6 +131,22 @@ def element_size(dtype: Any) -> int:
     return 4 if dtype == types.float32 else 2
 
 
+def _widen_typing(
+    _context: Any, stored: Any, _stored_at: Any, wide: Any, _wide_at: Any
+) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source = _pointer(context, builder, stored, args[0], args[1])
+        target = _pointer(context, builder, wide, args[2], args[3])
+        value = _load_weights(builder, source, 0, stored.dtype)
+        builder.store(value, _vector_at(builder, target, 0), align=4)
+        return context.get_dummy_value()
+
+    return types.void(stored, types.intp, wide, types.intp), codegen
+
+
+widen_16 = cast(Callable[..., None], intrinsic(_widen_typing))
+"""`widen_16(stored, at, wide, wide_at)`: 16 adjacent stored elements to FP32, exactly."""
+
 _tile_1 = _make_tile(1)
 _tile_2 = _make_tile(2)
 _tile_3 = _make_tile(3)

@@ -1,0 +1,318 @@
+"""Paged attention. One chain per score and per output element, so neighbours cannot change a bit.
+
+Inside a block the key cache is stored transposed, [head_dim, block_size]: then scores are products
+of query rows with panels of 64 keys, and the weighted sum is a product of probabilities with panels
+of 64 value columns. Both run on the register tile of the linear layers, in FP32. With keys j
+ascending from the first one visible to the row's position:
+
+    score[j] = scale * (chain over d of fma(q[d], k[j, d], acc))
+    p[j]     = exp(score[j] - max)
+    out[d]   = (chain over j of fma(p[j], v[j, d], acc)) / sum of p, in the order of `lane_sum`
+
+Adjacent rows of one sequence (a prefill chunk) share the loads of keys and values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.primitives import exp, narrow_like
+from expertmesh_kernels.cpu.storage import lane_max, lane_sum, widen_short
+from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
+from numpy.typing import NDArray
+
+MAX_QUERIES = 24
+"""Query vectors (rows x heads of one group) that share loads; bounds the scratch."""
+
+
+@njit
+def write_kv(
+    k: NDArray[np.generic],
+    k_stride: int,
+    v: NDArray[np.generic],
+    v_stride: int,
+    k_cache: NDArray[np.generic],
+    v_cache: NDArray[np.generic],
+    slots_T: NDArray[np.int64],
+) -> None:
+    """Store keys (transposed inside a block) and values of new tokens.
+
+    Args:
+        k: Flat keys; row t starts at t * k_stride. Likewise v.
+        k_stride: Distance of two rows.
+        v: Flat values.
+        v_stride: Distance of two rows.
+        k_cache: [blocks, kv heads, head_dim, block_size].
+        v_cache: [blocks, kv heads, block_size, head_dim].
+        slots_T: block * block_size + offset for each row.
+    """
+    _, num_kv_heads, head_dim, block_size = k_cache.shape
+    for t in range(slots_T.size):
+        block = slots_T[t] // block_size
+        offset = slots_T[t] - block * block_size
+        for head in range(num_kv_heads):
+            k_at = t * k_stride + head * head_dim
+            v_at = t * v_stride + head * head_dim
+            for d in range(head_dim):
+                k_cache[block, head, d, offset] = k[k_at + d]
+                v_cache[block, head, offset, d] = v[v_at + d]
+
+
+@njit
+def paged_attention(
+    q: NDArray[np.generic],
+    q_stride: int,
+    k_cache: NDArray[np.generic],
+    v_cache: NDArray[np.generic],
+    block_tables_SB: NDArray[np.int32],
+    sequence_of_row_T: NDArray[np.int32],
+    positions_T: NDArray[np.int32],
+    scale: np.float32,
+    window: int,
+    out_TnD: NDArray[np.generic],
+) -> None:
+    """Attention of every row over its sequence's keys up to its own position.
+
+    Args:
+        q: Flat queries; row t starts at t * q_stride.
+        q_stride: Distance of two rows.
+        k_cache: [blocks, kv heads, head_dim, block_size].
+        v_cache: [blocks, kv heads, block_size, head_dim].
+        block_tables_SB: Blocks of each sequence in order.
+        sequence_of_row_T: Row of `block_tables_SB`.
+        positions_T: Position of each row; its own key is already written.
+        scale: Factor of the scores.
+        window: Keys visible to a row, itself included.
+        out_TnD: Output, any stored type.
+    """
+    num_rows, num_heads, head_dim = out_TnD.shape
+    num_kv_heads = k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    max_rows = max(1, MAX_QUERIES // group)
+    k_flat = k_cache.reshape(k_cache.size)
+    v_flat = v_cache.reshape(v_cache.size)
+    room = _scratch_keys(positions_T, window, max_rows)
+    columns = -(-head_dim // PANEL) * PANEL
+    wide_q = np.empty(max_rows * group * head_dim, np.float32)
+    scores = np.empty(max_rows * group * room, np.float32)
+    sums = np.empty(max_rows * group, np.float32)
+    panel = np.zeros(max(head_dim, columns) * PANEL, np.float32)
+    acc = np.empty(max(max_rows * group * columns, MAX_ROWS * PANEL), np.float32)
+    t = 0
+    while t < num_rows:
+        rows = _run_length(sequence_of_row_T, positions_T, t, max_rows)
+        table = block_tables_SB[sequence_of_row_T[t]]
+        first = np.int64(positions_T[t])
+        for kv_head in range(num_kv_heads):
+            head = kv_head * group
+            for r in range(rows):
+                q_at = (t + r) * q_stride + head * head_dim
+                widen_short(q, q_at, group * head_dim, wide_q, r * group * head_dim)
+            _scores(
+                wide_q, rows * group, k_flat, k_cache.shape, kv_head, table,
+                first, rows, window, scale, panel, acc, scores, room,
+            )  # fmt: skip
+            _softmax(scores, room, sums, first, rows, group, window)
+            _weighted_sums(
+                scores, room, v_flat, k_cache.shape, kv_head, table,
+                first, rows, group, window, panel, acc,
+            )  # fmt: skip
+            _store(acc, sums, rows, group, out_TnD, t, head)
+        t += rows
+
+
+@njit
+def _run_length(
+    sequence_of_row_T: NDArray[np.int32], positions_T: NDArray[np.int32], t: int, max_rows: int
+) -> int:
+    """How many rows from t on are successive positions of one sequence, at most `max_rows`."""
+    rows = 1
+    while (
+        rows < max_rows
+        and t + rows < positions_T.size
+        and sequence_of_row_T[t + rows] == sequence_of_row_T[t]
+        and positions_T[t + rows] == positions_T[t] + rows
+    ):
+        rows += 1
+    return rows
+
+
+@njit
+def _scratch_keys(positions_T: NDArray[np.int32], window: int, max_rows: int) -> int:
+    """Keys of the longest visible range of a run of rows, in whole panels plus one for alignment."""
+    longest = np.int64(0)
+    for t in range(positions_T.size):
+        longest = max(longest, np.int64(positions_T[t]) + 1)
+    longest = min(longest, np.int64(window) + max_rows)
+    return (-(-longest // PANEL) + 1) * PANEL
+
+
+@njit
+def _first_panel(first: int, window: int) -> int:
+    """Key at which the panels of a run of rows start: a multiple of the panel size."""
+    return max(first + 1 - window, 0) // PANEL * PANEL
+
+
+@njit
+def _scores(
+    wide_q: NDArray[np.float32],
+    num_queries: int,
+    k_flat: NDArray[np.generic],
+    k_shape: tuple[int, int, int, int],
+    kv_head: int,
+    table: NDArray[np.int32],
+    first: int,
+    rows: int,
+    window: int,
+    scale: np.float32,
+    panel: NDArray[np.float32],
+    acc: NDArray[np.float32],
+    scores: NDArray[np.float32],
+    room: int,
+) -> None:
+    """scores[m * room + j - origin] for all keys of the run's panels; some are beyond a row's end."""
+    head_dim = k_shape[2]
+    origin = _first_panel(first, window)
+    end = first + rows
+    for begin in range(origin, end, PANEL):
+        _load_keys(k_flat, k_shape, kv_head, table, begin, min(begin + PANEL, end), panel)
+        for m in range(0, num_queries, MAX_ROWS):
+            tile = min(MAX_ROWS, num_queries - m)
+            acc[: tile * PANEL] = np.float32(0.0)
+            run_tile(tile, wide_q, m * head_dim, head_dim, panel, 0, head_dim, acc, 0)
+            for r in range(tile):
+                at = (m + r) * room + begin - origin
+                target = scores[at : at + PANEL]
+                source = acc[r * PANEL : (r + 1) * PANEL]
+                for c in range(PANEL):
+                    target[c] = source[c] * scale
+
+
+@njit
+def _load_keys(
+    k_flat: NDArray[np.generic],
+    k_shape: tuple[int, int, int, int],
+    kv_head: int,
+    table: NDArray[np.int32],
+    begin: int,
+    end: int,
+    panel: NDArray[np.float32],
+) -> None:
+    """panel[d * 64 + j - begin] = k[j, d]; lanes from `end` on keep old values, which no one reads."""
+    _, num_kv_heads, head_dim, block_size = k_shape
+    j = begin
+    while j < end:
+        index = j // block_size
+        offset = j - index * block_size
+        count = min(block_size - offset, end - j)
+        at = (np.int64(table[index]) * num_kv_heads + kv_head) * head_dim * block_size + offset
+        for d in range(head_dim):
+            widen_short(k_flat, at + d * block_size, count, panel, d * PANEL + j - begin)
+        j += count
+
+
+@njit
+def _softmax(
+    scores: NDArray[np.float32],
+    room: int,
+    sums: NDArray[np.float32],
+    first: int,
+    rows: int,
+    group: int,
+    window: int,
+) -> None:
+    """Replace each visible score by exp(score - max), and keep the sums."""
+    origin = _first_panel(first, window)
+    for r in range(rows):
+        end = first + r + 1
+        start = max(end - window, 0)
+        for m in range(r * group, (r + 1) * group):
+            visible = scores[m * room + start - origin : m * room + end - origin]
+            top = lane_max(visible)
+            for j in range(visible.size):
+                visible[j] = exp(visible[j] - top)
+            sums[m] = lane_sum(visible)
+
+
+@njit
+def _weighted_sums(
+    scores: NDArray[np.float32],
+    room: int,
+    v_flat: NDArray[np.generic],
+    k_shape: tuple[int, int, int, int],
+    kv_head: int,
+    table: NDArray[np.int32],
+    first: int,
+    rows: int,
+    group: int,
+    window: int,
+    panel: NDArray[np.float32],
+    acc: NDArray[np.float32],
+) -> None:
+    """acc[column panel, m, c]: chains over each row's visible keys, no further, in ascending order."""
+    num_queries = rows * group
+    num_panels = -(-k_shape[2] // PANEL)
+    origin = _first_panel(first, window)
+    end = first + rows
+    acc[: num_panels * num_queries * PANEL] = np.float32(0.0)
+    for begin in range(origin, end, PANEL):
+        stop = min(begin + PANEL, end)
+        _load_values(v_flat, k_shape, kv_head, table, begin, stop, panel)
+        # The last row starts latest and the first row ends first.
+        is_shared = begin >= max(end - window, 0) and stop <= first + 1
+        runs = 1 if is_shared else rows
+        per_run = num_queries // runs
+        for run in range(runs):
+            low = begin if is_shared else max(begin, first + run + 1 - window)
+            high = stop if is_shared else min(stop, first + run + 1)
+            for p in range(num_panels if high > low else 0):
+                for m in range(run * per_run, (run + 1) * per_run, MAX_ROWS):
+                    run_tile(
+                        min(MAX_ROWS, (run + 1) * per_run - m),
+                        scores, m * room + low - origin, room,
+                        panel, (p * PANEL + low - begin) * PANEL, high - low,
+                        acc, (p * num_queries + m) * PANEL,
+                    )  # fmt: skip
+
+
+@njit
+def _load_values(
+    v_flat: NDArray[np.generic],
+    k_shape: tuple[int, int, int, int],
+    kv_head: int,
+    table: NDArray[np.int32],
+    begin: int,
+    end: int,
+    panel: NDArray[np.float32],
+) -> None:
+    """panel[p * 64 * 64 + (j - begin) * 64 + c] = v[j, 64 p + c]; unused columns stay as they are."""
+    _, num_kv_heads, head_dim, block_size = k_shape
+    for j in range(begin, end):
+        index = j // block_size
+        row = (np.int64(table[index]) * num_kv_heads + kv_head) * block_size + j - index * block_size
+        for column in range(0, head_dim, PANEL):
+            count = min(PANEL, head_dim - column)
+            widen_short(
+                v_flat, row * head_dim + column, count, panel, (column + j - begin) * PANEL
+            )
+
+
+@njit
+def _store(
+    acc: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    rows: int,
+    group: int,
+    out_TnD: NDArray[np.generic],
+    t: int,
+    head: int,
+) -> None:
+    """out = acc / sum, rounded once."""
+    head_dim = out_TnD.shape[2]
+    for m in range(rows * group):
+        target = out_TnD[t + m // group, head + m % group]
+        total = sums[m]
+        for column in range(0, head_dim, PANEL):
+            at = (column // PANEL * rows * group + m) * PANEL
+            for c in range(min(PANEL, head_dim - column)):
+                target[column + c] = narrow_like(acc[at + c] / total, out_TnD)
