@@ -1,0 +1,209 @@
+"""An attention worker without a model, which checks every delta that it is sent.
+
+Its "model" is a function of the tokens alone, so the tokens of a request show whether it was
+scheduled right, however it was cut, preempted and mixed with others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from expertmesh.errors import PeerError
+from expertmesh.v1 import attention_service_pb2 as pb
+from expertmesh.v1 import expert_service_pb2 as expert_pb
+from gateway.scheduler import SchedulerLimits
+
+EOS = 1
+_WAIT_S = 20.0
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The token that follows; never EOS."""
+    return (31 * sum(token_ids) + 7 * len(token_ids)) % 89 + 3
+
+
+def continuation(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """The tokens that follow a prompt."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return tuple(token_ids[len(prompt) :])
+
+
+@dataclass
+class _Slot:
+    token_ids: list[int]
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class StrictAttention:
+    """Applies steps; raises AssertionError for one that a real attention worker would refuse."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.slots: dict[int, _Slot] = {}
+        self.num_computed_tokens = 0
+        self.num_openings = 0
+        self._last_step = 0
+
+    def execute(
+        self, step: pb.StepRequest, token_of: Callable[[Sequence[int]], int] = next_token
+    ) -> pb.StepResponse:
+        """Applies deltas, computes and commits."""
+        self.apply_deltas(step)
+        response = pb.StepResponse(step=step.step, status=pb.StepResponse.STATUS_DONE)
+        for work in step.scheduled:
+            slot = self.slots[work.slot]
+            slot.num_computed += work.num_tokens
+            self.num_computed_tokens += work.num_tokens
+            if work.sample:
+                token_id = token_of(slot.token_ids)
+                slot.token_ids.append(token_id)
+                response.sampled.add(slot=work.slot, token_id=token_id)
+        return response
+
+    def apply_deltas(self, step: pb.StepRequest) -> None:
+        """Slots and blocks of a step, and all checks."""
+        assert step.step > self._last_step, "step numbers go up"
+        self._last_step = step.step
+        for freed in step.freed_slots:
+            assert self.slots.pop(freed, None) is not None, f"slot {freed} was free"
+        for new in step.new_requests:
+            self._open(new)
+        assert sum(work.num_tokens for work in step.scheduled) <= self.limits.max_step_tokens
+        slots = Counter(work.slot for work in step.scheduled)
+        assert all(count == 1 for count in slots.values()), "a slot is scheduled twice"
+        for work in step.scheduled:
+            self._check_work(work)
+        blocks = Counter(block for slot in self.slots.values() for block in slot.blocks)
+        assert all(count == 1 for count in blocks.values()), "a block is in two tables"
+        assert all(0 <= block < self.limits.num_kv_blocks for block in blocks)
+
+    def _open(self, new: pb.NewRequest) -> None:
+        assert new.slot not in self.slots, f"slot {new.slot} is in use"
+        assert new.slot < self.limits.num_request_slots
+        token_ids = np.frombuffer(new.token_ids, dtype="<i4").tolist()
+        assert 1 <= new.num_prompt_tokens <= len(token_ids) < self.limits.max_model_len
+        self.num_openings += 1
+        self.slots[new.slot] = _Slot(token_ids)
+
+    def _check_work(self, work: pb.ScheduledRequest) -> None:
+        slot = self.slots[work.slot]
+        slot.blocks.extend(work.new_block_ids)
+        end = work.start + work.num_tokens
+        assert work.num_tokens > 0
+        assert work.start == slot.num_computed, "each token is computed exactly once"
+        assert end <= len(slot.token_ids), "only known tokens are computed"
+        assert work.sample == (end == len(slot.token_ids)), "a token is sampled after the last one"
+        assert end <= len(slot.blocks) * self.limits.kv_block_size, "every token has a KV block"
+
+
+class ScriptedPort:
+    """An `AttentionPort` to a `StrictAttention`, whose outcomes a test decides."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.worker = StrictAttention(limits)
+        self.initial_limits = limits
+        self.gate = threading.Event()
+        """Clear it to keep the engine waiting for a result."""
+        self.gate.set()
+        self.waiting = threading.Event()
+        """Set while the engine waits for a result that the gate holds."""
+        self.steps: list[pb.StepRequest] = []
+        self.restarts: list[str] = []
+        self.token_of = next_token
+        self.auto_restart = True
+        self._limits: SchedulerLimits | None = limits
+        self._missing: tuple[tuple[int, int], ...] = ()
+        self._failures: list[str] = []
+        self._nonfinite: set[int] = set()
+        self._loss = ""
+        self._on_change: Callable[[], None] = lambda: None
+
+    def pause(self, *missing: tuple[int, int]) -> None:
+        """Steps are abandoned for want of these experts; none to go on."""
+        self._missing = missing
+
+    def fail_next(self, *messages: str) -> None:
+        """The next steps fail."""
+        self._failures.extend(messages)
+
+    def spoil(self, *slots: int) -> None:
+        """The next step's logits of these slots are not finite."""
+        self._nonfinite.update(slots)
+
+    def lose_next(self, reason: str) -> None:
+        """The attention worker is lost during the next step."""
+        self._loss = reason
+
+    def die(self) -> None:
+        """The attention worker ends by itself."""
+        self._limits = None
+        self._on_change()
+
+    def revive(self, limits: SchedulerLimits) -> None:
+        """A new attention worker is up; it knows nothing."""
+        self.worker = StrictAttention(limits)
+        self._limits = limits
+        self._on_change()
+
+    def limits(self) -> SchedulerLimits | None:
+        return self._limits
+
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def send(self, step: pb.StepRequest) -> None:
+        if self._limits is None:
+            raise PeerError("attention worker is down")
+        self.steps.append(step)
+
+    def receive(self, timeout_s: float) -> pb.StepResponse:
+        if not self.gate.is_set():
+            self.waiting.set()
+            assert self.gate.wait(_WAIT_S), "the test forgot to open the gate"
+            self.waiting.clear()
+        step = self.steps[-1]
+        if self._loss:
+            reason, self._loss = self._loss, ""
+            raise PeerError(reason)
+        if self._failures:
+            self.worker.apply_deltas(step)
+            message = self._failures.pop(0)
+            status = pb.StepResponse.STATUS_FAILED
+            return pb.StepResponse(step=step.step, status=status, message=message)
+        if self._missing:
+            return self._paused(step)
+        return self._done(step)
+
+    def restart(self, reason: str) -> None:
+        self._limits = None
+        self.restarts.append(reason)
+        if self.auto_restart:
+            self.revive(self.initial_limits)
+
+    def _paused(self, step: pb.StepRequest) -> pb.StepResponse:
+        self.worker.apply_deltas(step)
+        missing = [expert_pb.ExpertId(layer=layer, expert=expert) for layer, expert in self._missing]
+        status = pb.StepResponse.STATUS_PAUSED
+        return pb.StepResponse(
+            step=step.step, status=status, missing=missing, message="expert worker w1 is gone"
+        )
+
+    def _done(self, step: pb.StepRequest) -> pb.StepResponse:
+        spoiled, self._nonfinite = self._nonfinite, set()
+        response = self.worker.execute(step, self.token_of)
+        sampled = [token for token in response.sampled if token.slot not in spoiled]
+        return pb.StepResponse(
+            step=step.step,
+            status=response.status,
+            sampled=sampled,
+            nonfinite_slots=sorted(spoiled),
+            duration_us=1000,
+        )
