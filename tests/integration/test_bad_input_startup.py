@@ -155,7 +155,8 @@ DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "negative size": (_edit_config(hidden_size=-64), ("hidden_size",)),
     "size in words": (_edit_config(hidden_size="big"), ("hidden_size",)),
     "heads do not divide": (_edit_config(num_key_value_heads=3), ("num_key_value_heads",)),
-    "eps is NaN": (_edit_config(rms_norm_eps=float("nan")), ("rms_norm_eps",)),
+    "eps is NaN": (_edit_config(rms_norm_eps=float("nan")), ("config.json", "NaN")),
+    "eps is negative": (_edit_config(rms_norm_eps=-1e-5), ("rms_norm_eps",)),
     "unknown activation": (_edit_config(hidden_act="mystery"), ("hidden_act", "mystery")),
 }
 

@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import Models
 from tests.support.api import Api
 from tests.support.counting_proxy import CountingProxy, SeenCall
-from tests.support.mesh import ExpertProcess, expert_worker, gateway
+from tests.support.mesh import ExpertProcess, expert_workers, gateway
 from tests.support.oracle import Oracle, prompts
 from tests.support.tiny_checkpoints import MIXTRAL
 
@@ -49,10 +49,8 @@ def mesh(models: Models) -> Iterator[CountedMesh]:
     """Three expert workers, each behind a proxy, and a gateway with prefill chunks of 16."""
     model_dir = models.tiny(MIXTRAL)
     with ExitStack() as stack:
-        workers = [
-            stack.enter_context(expert_worker(model_dir, experts=f"{index}/{NUM_WORKERS}"))
-            for index in range(NUM_WORKERS)
-        ]
+        shares = [f"{index}/{NUM_WORKERS}" for index in range(NUM_WORKERS)]
+        workers = stack.enter_context(expert_workers(model_dir, shares))
         proxies = [stack.enter_context(CountingProxy(worker.address)) for worker in workers]
         server = stack.enter_context(
             gateway(

@@ -7,7 +7,7 @@ asked to, that nothing they started is left, and that their ports are free.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,17 +124,47 @@ def gateway(
         yield server
 
 
+def start_expert_workers(
+    model: Path | str, shares: Sequence[str], *, port: int = 0, dtype: str = "float32"
+) -> list[ExpertProcess]:
+    """Starts `expertmesh expert-worker` with each of these shares, all at the same time, and waits
+    until they serve. The caller closes them.
+    """
+    processes = [
+        Managed(
+            [
+                *(*COMMAND, "expert-worker", str(model), "--experts", share),
+                *("--dtype", dtype, "--port", str(port)),
+            ],
+            name=f"expert-worker {share}",
+        )
+        for share in shares
+    ]
+    try:
+        return [ExpertProcess(process, _port(process.ready(), "port")) for process in processes]
+    except BaseException:
+        for process in processes:
+            process.close()
+        raise
+
+
 def start_expert_worker(
     model: Path | str, *, experts: str = "all", port: int = 0, dtype: str = "float32"
 ) -> ExpertProcess:
-    """Starts `expertmesh expert-worker` and waits until it serves. The caller closes it."""
-    arguments = ["expert-worker", str(model), "--experts", experts, "--dtype", dtype]
-    process = Managed([*COMMAND, *arguments, "--port", str(port)], name="expert-worker")
-    try:
-        return ExpertProcess(process, _port(process.ready(), "port"))
-    except BaseException:
-        process.close()
-        raise
+    """Starts one expert worker and waits until it serves. The caller closes it."""
+    return start_expert_workers(model, [experts], port=port, dtype=dtype)[0]
+
+
+@contextmanager
+def expert_workers(
+    model: Path | str, shares: Sequence[str], *, port: int = 0, dtype: str = "float32"
+) -> Iterator[list[ExpertProcess]]:
+    """Expert workers that are stopped, and proven to stop cleanly, at the end."""
+    workers = start_expert_workers(model, shares, port=port, dtype=dtype)
+    with ExitStack() as stack:
+        for worker in workers:
+            stack.enter_context(_stopped_cleanly(worker.process, (worker.port,)))
+        yield workers
 
 
 @contextmanager
@@ -142,8 +172,7 @@ def expert_worker(
     model: Path | str, *, experts: str = "all", port: int = 0, dtype: str = "float32"
 ) -> Iterator[ExpertProcess]:
     """An expert worker that is stopped, and proven to stop cleanly, at the end."""
-    worker = start_expert_worker(model, experts=experts, port=port, dtype=dtype)
-    with _stopped_cleanly(worker.process, (worker.port,)):
+    with expert_workers(model, [experts], port=port, dtype=dtype) as (worker,):
         yield worker
 
 
