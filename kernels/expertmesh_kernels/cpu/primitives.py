@@ -42,6 +42,20 @@ def _from_bits_typing(_context: Any, bits: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
+def _bits64_typing(_context: Any, value: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(64))
+
+    return types.int64(types.float64), codegen
+
+
+def _from_bits64_typing(_context: Any, bits: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), codegen
+
+
 def _widen_typing(_context: Any, stored: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return widen_ir(builder, args[0], stored, _FLOAT)
@@ -93,6 +107,8 @@ fma = cast(Callable[[float, float, float], np.float32], intrinsic(_fma_typing))
 """x * y + z in FP32 with one rounding."""
 float_bits = cast(Callable[[float], np.int32], intrinsic(_bits_typing))
 float_from_bits = cast(Callable[[int], np.float32], intrinsic(_from_bits_typing))
+_double_bits = cast(Callable[[float], np.int64], intrinsic(_bits64_typing))
+_double_from_bits = cast(Callable[[int], np.float64], intrinsic(_from_bits64_typing))
 widen = cast(Callable[[Any], np.float32], intrinsic(_widen_typing))
 """A stored element (float32, bfloat16 as uint16, float16 as int16) as FP32, exactly."""
 narrow_like = cast(Callable[[float, NDArray[np.generic]], Any], intrinsic(_narrow_typing))
@@ -130,3 +146,30 @@ def exp(x: np.float32) -> np.float32:
 @njit
 def _power_of_two(exponent: np.int32) -> np.float32:
     return float_from_bits(np.int32((exponent + np.int32(127)) << np.int32(23)))
+
+
+_LN2 = 0.6931471805599453
+_SQRT2_BITS = 0x3FF6A09E667F3BCD
+
+
+@njit
+def log(x: float) -> float:
+    """Natural logarithm in FP64 of a positive normal number, within 4 ulp (relative to 1 near 1).
+
+    log(2**e m) = e log 2 + 2 artanh((m - 1) / (m + 1)) with m in [sqrt 1/2, sqrt 2).
+    """
+    bits = _double_bits(x)
+    exponent = (bits - _SQRT2_BITS + (np.int64(1) << np.int64(52))) >> np.int64(52)
+    m = _double_from_bits(bits - (exponent << np.int64(52)))
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    p = 1.0 / 19.0
+    p = p * z + 1.0 / 17.0
+    p = p * z + 1.0 / 15.0
+    p = p * z + 1.0 / 13.0
+    p = p * z + 1.0 / 11.0
+    p = p * z + 1.0 / 9.0
+    p = p * z + 1.0 / 7.0
+    p = p * z + 1.0 / 5.0
+    p = p * z + 1.0 / 3.0
+    return exponent * _LN2 + (2.0 * s + 2.0 * s * z * p)

@@ -1,0 +1,213 @@
+"""Choosing tokens, and their log probabilities. V vocabulary, S rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.primitives import exp, float_bits, log
+from expertmesh_kernels.cpu.storage import lane_max
+from numpy.typing import NDArray
+
+LOWEST_LOGPROB = np.float32(-9999.0)
+"""Stands for minus infinity, which JSON cannot carry."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ONE_BITS = 0x3F800000
+_SUM_LANES = 16
+
+
+@njit
+def sample(
+    logits_SV: NDArray[np.float32],
+    temperature_S: NDArray[np.float32],
+    top_p_S: NDArray[np.float32],
+    top_k_S: NDArray[np.int32],
+    seeds_S: NDArray[np.uint64],
+    positions_S: NDArray[np.int64],
+    tokens_S: NDArray[np.int64],
+) -> None:
+    """One token per row; `expertmesh_kernels.sampling` says how."""
+    vocab_size = logits_SV.shape[1]
+    weights = np.empty(vocab_size, np.float32)
+    costs = np.empty(vocab_size, np.float64)
+    for s in range(logits_SV.shape[0]):
+        logits = logits_SV[s]
+        top = lane_max(logits)
+        temperature = temperature_S[s]
+        if not temperature > np.float32(0.0) or not np.isfinite(top):
+            tokens_S[s] = _first_at(logits, top)
+            continue
+        _weights(logits, top, temperature, weights)
+        if 0 < top_k_S[s] < vocab_size:
+            _keep_top_k(weights, top_k_S[s])
+        if top_p_S[s] < np.float32(1.0):
+            _keep_top_p(weights, top_p_S[s])
+        tokens_S[s] = _race(weights, seeds_S[s], np.uint64(positions_S[s]), costs)
+
+
+@njit
+def top_logprobs(
+    logits_SV: NDArray[np.float32],
+    token_ids_S: NDArray[np.int64],
+    chosen_S: NDArray[np.float32],
+    ids_SN: NDArray[np.int64],
+    logprobs_SN: NDArray[np.float32],
+) -> None:
+    """Log softmax of the chosen token and of the most likely ones, descending, ties to low ids."""
+    work = np.empty(logits_SV.shape[1], np.float32)
+    for s in range(logits_SV.shape[0]):
+        logits = logits_SV[s]
+        for i in range(work.size):
+            work[i] = logits[i] if logits[i] == logits[i] else np.float32(-np.inf)
+        top = lane_max(work)
+        log_total = _log_total(work, top)
+        chosen_S[s] = _logprob(work[token_ids_S[s]], top, log_total)
+        for n in range(ids_SN.shape[1]):
+            best = _first_at(work, lane_max(work))
+            ids_SN[s, n] = best
+            logprobs_SN[s, n] = _logprob(work[best], top, log_total)
+            work[best] = np.float32(np.nan)  # neither a maximum nor equal to one
+
+
+@njit
+def _first_at(values: NDArray[np.float32], value: np.float32) -> int:
+    """The first index that holds `value`; 0 if none does."""
+    for i in range(values.size):
+        if values[i] == value:
+            return i
+    return 0
+
+
+@njit
+def _weights(
+    logits: NDArray[np.float32],
+    top: np.float32,
+    temperature: np.float32,
+    weights: NDArray[np.float32],
+) -> None:
+    """exp((logit - top) / temperature); 0 for NaN and -inf."""
+    for i in range(weights.size):
+        weight = exp((logits[i] - top) / temperature)
+        weights[i] = weight if logits[i] > np.float32(-np.inf) else np.float32(0.0)
+
+
+@njit
+def _keep_top_k(weights: NDArray[np.float32], k: int) -> None:
+    """Zero all but the k largest weights, ties to low ids: bisects the bits of the k-th."""
+    low, high = 0, _ONE_BITS + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _count_from(weights, middle) >= k:
+            low = middle
+        else:
+            high = middle
+    _cut(weights, low, k - _count_from(weights, low + 1))
+
+
+@njit
+def _keep_top_p(weights: NDArray[np.float32], top_p: np.float32) -> None:
+    """Zero all but the fewest largest weights that reach top_p of the total, ties to low ids."""
+    target = max(np.float64(top_p), 0.0) * _sum_from(weights, 0)
+    low, high = 0, _ONE_BITS + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _sum_from(weights, middle) >= target:
+            low = middle
+        else:
+            high = middle
+    if low == _ONE_BITS and target <= 1.0:
+        _cut(weights, low, 1)
+        return
+    missing = target - _sum_from(weights, low + 1)
+    weight = 0.0
+    for i in range(weights.size):
+        if float_bits(weights[i]) == low:
+            weight = np.float64(weights[i])
+            break
+    _cut(weights, low, weights.size if weight == 0.0 else int(np.ceil(missing / weight)))
+
+
+@njit
+def _cut(weights: NDArray[np.float32], bits: int, num_equal: int) -> None:
+    """Zero weights below `bits`, and those equal to it beyond the first `num_equal`."""
+    for i in range(weights.size):
+        own = float_bits(weights[i])
+        if own < bits:
+            weights[i] = np.float32(0.0)
+        elif own == bits:
+            if num_equal <= 0:
+                weights[i] = np.float32(0.0)
+            num_equal -= 1
+
+
+@njit
+def _count_from(weights: NDArray[np.float32], bits: int) -> int:
+    """How many weights have at least these bits; weights are not negative, so bits sort them."""
+    bound = np.int32(bits)
+    count = np.int32(0)
+    for i in range(weights.size):
+        count += np.int32(1) if float_bits(weights[i]) >= bound else np.int32(0)
+    return int(count)
+
+
+@njit
+def _sum_from(weights: NDArray[np.float32], bits: int) -> float:
+    """Sum of the weights with at least these bits, in FP64, in the lane order of `lane_sum`."""
+    bound = np.int32(bits)
+    lanes = np.zeros(_SUM_LANES, np.float64)
+    whole = weights.size - weights.size % _SUM_LANES
+    for block in range(0, whole, _SUM_LANES):
+        row = weights[block : block + _SUM_LANES]
+        for lane in range(_SUM_LANES):
+            lanes[lane] += row[lane] if float_bits(row[lane]) >= bound else np.float32(0.0)
+    for i in range(whole, weights.size):
+        lanes[i - whole] += weights[i] if float_bits(weights[i]) >= bound else np.float32(0.0)
+    for step in (8, 4, 2, 1):
+        for lane in range(step):
+            lanes[lane] += lanes[lane + step]
+    return lanes[0]
+
+
+@njit
+def _race(
+    weights: NDArray[np.float32], seed: np.uint64, position: np.uint64, costs: NDArray[np.float64]
+) -> int:
+    """The token with the least -log(u) / weight: Gumbel-max in exponentials."""
+    key = _mix(_mix(seed + _GOLDEN) ^ position)
+    best = np.float64(np.inf)
+    for i in range(costs.size):
+        bits = _mix(key + np.uint64(i) * _GOLDEN)
+        uniform = (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
+        costs[i] = -log(uniform) / np.float64(weights[i])
+    for i in range(costs.size):
+        best = min(best, costs[i])
+    for i in range(costs.size):
+        if costs[i] == best:
+            return i
+    return 0
+
+
+@njit
+def _mix(value: np.uint64) -> np.uint64:
+    """The finaliser of splitmix64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@njit
+def _log_total(logits: NDArray[np.float32], top: np.float32) -> np.float32:
+    """log(sum(exp(logit - top))); 0 if the row has no finite maximum."""
+    if not np.isfinite(top):
+        return np.float32(0.0)
+    weights = np.empty(logits.size, np.float32)
+    for i in range(logits.size):
+        weights[i] = exp(logits[i] - top)
+    return np.float32(log(_sum_from(weights, 0)))
+
+
+@njit
+def _logprob(logit: np.float32, top: np.float32, log_total: np.float32) -> np.float32:
+    value = np.float32(0.0) if logit == top else logit - top - log_total
+    value = -log_total if logit == top else value
+    return value if value > LOWEST_LOGPROB else LOWEST_LOGPROB
