@@ -79,21 +79,30 @@ def invalid(message: str) -> WireError:
 
 
 def encode_tensor(array: RawArray, dtype: DtypeName, *, crc: bool = False) -> pb.Tensor:
-    """A tensor message.
+    """A tensor message; arguments as in `write_tensor`."""
+    message = pb.Tensor()
+    write_tensor(message, array, dtype, crc=crc)
+    return message
+
+
+def write_tensor(
+    message: pb.Tensor, array: RawArray, dtype: DtypeName, *, crc: bool = False
+) -> None:
+    """Fills an empty tensor message in place, so that data is not copied between messages.
 
     Args:
+        message: Field of the message that will be sent.
         array: C-contiguous; bfloat16 as uint16.
         dtype: What the elements are.
         crc: Add a CRC-32 of the data.
     """
     assert array.dtype == NUMPY_DTYPES[dtype], f"{array.dtype} does not hold {dtype}"
     data = array.tobytes()
-    return pb.Tensor(
-        dtype=DTYPE_CODES[dtype],
-        shape=array.shape,
-        data=data,
-        crc32=zlib.crc32(data) if crc else None,
-    )
+    message.dtype = DTYPE_CODES[dtype]
+    message.shape.extend(array.shape)
+    message.data = data
+    if crc:
+        message.crc32 = zlib.crc32(data)
 
 
 def decode_tensor(message: pb.Tensor, where: str) -> tuple[RawArray, DtypeName]:

@@ -24,10 +24,10 @@ from expertmesh.wire import (
     RawArray,
     all_finite,
     decode_tensor,
-    encode_tensor,
     fingerprint64,
     finite_rows,
     invalid,
+    write_tensor,
 )
 
 
@@ -131,17 +131,18 @@ def encode_forward_request(
     crc: bool = False,
 ) -> pb.ForwardRequest:
     """A ForwardRequest; `hidden_RH` holds exactly the rows of `rows`, each once."""
-    return pb.ForwardRequest(
+    message = pb.ForwardRequest(
         id=call_id,
         incarnation=target.incarnation,
         model_fingerprint=target.model_fingerprint,
-        hidden_states=encode_tensor(hidden_RH, dtype, crc=crc),
         row_offsets=rows.row_offsets.tobytes(),
         expert_ids=rows.expert_ids_N.tobytes(),
         num_generated_rows=rows.num_generated_rows,
         time_left_us=min(time_left_us, 2**32 - 1),
         want_crc32=crc,
     )
+    write_tensor(message.hidden_states, hidden_RH, dtype, crc=crc)
+    return message
 
 
 def decode_forward_request(message: pb.ForwardRequest, limits: ForwardLimits) -> ForwardCall:

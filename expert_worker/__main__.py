@@ -1,0 +1,80 @@
+"""`python -m expert_worker MODEL`: serves experts until SIGTERM or the end of its parent."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import signal
+import sys
+import threading
+import typing
+
+from expertmesh.errors import SettingsError, StartupError
+from expertmesh.logs import configure_logging
+from expertmesh.processes import announce_failure, announce_ready, watch_lifeline
+from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings
+
+logger = logging.getLogger("expert_worker")
+
+
+def main(argv: list[str]) -> int:
+    """Runs an expert worker; returns its exit code."""
+    stopping = threading.Event()
+    watch_lifeline(stopping.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stopping.set())
+    try:
+        settings, metrics_port = parse_settings(argv)
+        configure_logging(settings.log, settings.worker_id or "expert worker")
+        _serve(settings, metrics_port, stopping)
+    except StartupError as error:
+        announce_failure(error)
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+def parse_settings(argv: list[str]) -> tuple[ExpertWorkerSettings, int | None]:
+    """Settings and the port of /metrics; defaults come from the settings classes.
+
+    Raises:
+        SettingsError: A value is out of range.
+    """
+    parser = argparse.ArgumentParser(prog="expert_worker", description=__doc__)
+    parser.add_argument("model", help="checkpoint folder, or demo, demo-plain")
+    parser.add_argument("--metrics-port", type=int, help="port of /metrics; none by default")
+    for kind in (ExpertWorkerOptions, LogSettings):
+        for entry in dataclasses.fields(kind):
+            flag = f"--{entry.name.replace('_', '-')}"
+            parser.add_argument(flag, type=_reader(kind, entry.name), default=entry.default)
+    values = vars(parser.parse_args(argv))
+    metrics_port: int | None = values.pop("metrics_port")
+    if metrics_port is not None and not 0 <= metrics_port <= 65_535:
+        raise SettingsError(f"metrics_port is {metrics_port}, expected 0 to 65535")
+    log = {entry.name: values.pop(entry.name) for entry in dataclasses.fields(LogSettings)}
+    return ExpertWorkerSettings.from_dict({**values, "log": log}), metrics_port
+
+
+def _reader(kind: type, name: str) -> typing.Callable[[str], object]:
+    """How the text of a flag becomes a value; choices are checked by the settings."""
+    expected = typing.get_type_hints(kind)[name]
+    return typing.cast("type", expected) if expected in (int, float) else str
+
+
+def _serve(
+    settings: ExpertWorkerSettings, metrics_port: int | None, stopping: threading.Event
+) -> None:
+    from expert_worker.worker import ExpertWorker  # torch: settings are checked before it
+
+    worker = ExpertWorker(settings, metrics_port)
+    try:
+        if worker.load(stopping):
+            announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})
+            stopping.wait()  # ends with a signal or with the parent
+    finally:
+        worker.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

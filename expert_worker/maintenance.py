@@ -1,0 +1,161 @@
+"""Loading and unloading of experts while calls go on.
+
+Threads: `expert-loader` (one, so that the disk is read in order) and `expert-unloader` (two) work
+through jobs and put progress into the job's queue, whose reader is the RPC's handler. A job goes
+on when its client has left. Both end with `stop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from expert_worker.state import WorkerState
+from expert_worker.store import count_experts
+from expertmesh.errors import ExpertMeshError, WireError
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import invalid
+
+logger = logging.getLogger(__name__)
+
+MAX_RETIRE_MS = 60_000
+_MAX_JOBS = 16
+_UNUSED_TIMEOUT_S = 30.0  # for the calls that use an expert when it is freed
+_POLL_S = 0.5
+
+ExpertIds = Sequence[tuple[int, int]]
+Event = tuple[int, int, pb.ExpertState, str]
+"""Layer, expert, new state, why it failed."""
+Events = queue.SimpleQueue[Event | None]  # bounded: two events for each expert of a bounded job
+
+
+class Maintenance:
+    """Runs the jobs of LoadExperts and UnloadExperts.
+
+    Args:
+        state: The expert worker; its store is changed.
+    """
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+        self._store = state.store
+        self._loader = ThreadPoolExecutor(1, "expert-loader")
+        self._unloader = ThreadPoolExecutor(2, "expert-unloader")
+        self._lock = threading.Lock()
+        self._leader_token = 0
+        self._num_jobs = 0
+
+    def authorise(self, incarnation: int, leader_token: int) -> None:
+        """Fencing: raises WireError for another incarnation or a leader of the past."""
+        self.authorise_incarnation(incarnation)
+        with self._lock:
+            if leader_token < self._leader_token:
+                raise WireError(
+                    pb.ForwardError.CODE_STALE_INCARNATION,
+                    f"leader_token is {leader_token}, but {self._leader_token} was seen already",
+                )
+            self._leader_token = leader_token
+
+    def authorise_incarnation(self, incarnation: int) -> None:
+        """Raises WireError for another incarnation."""
+        own = self._state.identity.incarnation
+        if incarnation != own:
+            raise WireError(
+                pb.ForwardError.CODE_STALE_INCARNATION,
+                f"incarnation is {incarnation:#x}, expected {own:#x}",
+            )
+
+    def load(self, experts: ExpertIds) -> Iterator[Event]:
+        """Starts loading; progress, two events for each expert."""
+        return self._start(self._loader, experts, lambda events: self._load(experts, events))
+
+    def unload(self, experts: ExpertIds, retire_ms: int) -> Iterator[Event]:
+        """Retires at once, frees after `retire_ms`; progress, two events for each expert."""
+        if retire_ms > MAX_RETIRE_MS:
+            raise invalid(f"retire_ms is {retire_ms}, expected at most {MAX_RETIRE_MS}")
+        retire_s = retire_ms / 1000
+        return self._start(
+            self._unloader, experts, lambda events: self._unload(experts, retire_s, events)
+        )
+
+    def stop(self) -> None:
+        """Lets what is running end and drops the rest. The state was stopped before."""
+        for pool in (self._loader, self._unloader):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _start(
+        self, pool: ThreadPoolExecutor, experts: ExpertIds, job: Callable[[Events], None]
+    ) -> Iterator[Event]:
+        most = 2 * count_experts(self._store.config)
+        if len(experts) > most:
+            raise invalid(f"experts has {len(experts)} entries, expected at most {most}")
+        with self._lock:
+            if self._num_jobs >= _MAX_JOBS:
+                raise WireError(
+                    pb.ForwardError.CODE_RESOURCE_EXHAUSTED, f"{_MAX_JOBS} jobs are waiting"
+                )
+            self._num_jobs += 1
+        events: Events = queue.SimpleQueue()
+        pool.submit(self._run, job, events)
+        return self._progress(events)
+
+    def _run(self, job: Callable[[Events], None], events: Events) -> None:
+        try:
+            job(events)
+        except Exception:
+            logger.exception("a job of the expert store failed")
+        finally:
+            with self._lock:
+                self._num_jobs -= 1
+            events.put(None)
+
+    def _progress(self, events: Events) -> Iterator[Event]:
+        while not self._state.stopping:
+            try:
+                event = events.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if event is None:
+                return
+            yield event
+
+    def _load(self, experts: ExpertIds, events: Events) -> None:
+        for layer, expert in experts:
+            if self._state.stopping:
+                return
+            events.put((layer, expert, pb.EXPERT_STATE_LOADING, ""))
+            error = _attempt(partial(self._store.load, layer, expert))
+            events.put(_outcome(layer, expert, pb.EXPERT_STATE_RESIDENT, error))
+
+    def _unload(self, experts: ExpertIds, retire_s: float, events: Events) -> None:
+        retired = []
+        for layer, expert in experts:
+            error = _attempt(partial(self._store.retire, layer, expert))
+            events.put(_outcome(layer, expert, pb.EXPERT_STATE_RETIRING, error))
+            if error is None:
+                retired.append((layer, expert))
+        if self._state.wait_stop(retire_s):
+            return
+        for layer, expert in retired:
+            error = _attempt(partial(self._store.unload, layer, expert, _UNUSED_TIMEOUT_S))
+            events.put(_outcome(layer, expert, pb.EXPERT_STATE_UNLOADED, error))
+
+
+def _attempt(change: Callable[[], object]) -> str | None:
+    """Why the change failed, or None."""
+    try:
+        change()
+    except (ExpertMeshError, OSError, RuntimeError, MemoryError) as error:
+        logger.warning("%s", error)
+        return str(error) or type(error).__name__
+    return None
+
+
+def _outcome(layer: int, expert: int, reached: pb.ExpertState, error: str | None) -> Event:
+    if error is None:
+        return layer, expert, reached, ""
+    return layer, expert, pb.EXPERT_STATE_FAILED, error

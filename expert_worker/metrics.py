@@ -1,0 +1,82 @@
+"""Prometheus metrics of an expert worker, read from its state when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+import numpy as np
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from expert_worker.state import ROWS_BUCKETS, WorkerState
+from expertmesh.errors import PortError
+
+
+class WorkerCollector(Collector):
+    """Turns the state of an expert worker into metric families."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        load, store = self._state.load(), self._state.store
+        gauges = {
+            "resident_experts": ("Experts in memory", store.num_used_slots),
+            "resident_bytes": ("Bytes of resident weights", store.resident_bytes),
+            "queue_depth": ("Calls waiting for the device", load.queued_calls),
+            "inflight_streams": ("Open Forward streams", load.streams),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"moe_worker_{name}", text, value)
+        counters = {
+            "calls": ("Calls answered with outputs", load.calls),
+            "errors": ("Calls answered with an error", load.errors),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"moe_worker_{name}", text, value)
+        seconds = CounterMetricFamily("moe_worker_kernel_seconds", "Computing", labels=["kernel"])
+        seconds.add_metric(["grouped_mlp"], load.compute_us / 1e6)
+        yield seconds
+        yield self._batch_tokens(load.rows)
+        yield self._expert_tokens()
+
+    def _batch_tokens(self, num_rows: int) -> HistogramMetricFamily:
+        counts = np.cumsum(self._state.rows_histogram()).tolist()
+        bounds = [*(str(float(bound)) for bound in ROWS_BUCKETS), "+Inf"]
+        family = HistogramMetricFamily("moe_worker_batch_tokens", "Token rows of a call")
+        family.add_metric([], list(zip(bounds, counts, strict=True)), sum_value=num_rows)
+        return family
+
+    def _expert_tokens(self) -> CounterMetricFamily:
+        family = CounterMetricFamily(
+            "moe_worker_expert_tokens", "Token rows computed", labels=["layer", "expert"]
+        )
+        pairs_LE = self._state.pairs_LE()
+        for layer, held in self._state.store.residency().items():
+            for expert in (*held.resident, *held.retiring):
+                family.add_metric([str(layer), str(expert)], int(pairs_LE[layer, expert]))
+        return family
+
+
+def serve_metrics(state: WorkerState, host: str, port: int) -> tuple[WSGIServer, Thread]:
+    """Serves /metrics in a thread named `metrics`; port 0 picks a free one.
+
+    Raises:
+        PortError: The address cannot be bound.
+    """
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(state))
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise PortError(
+            f"cannot listen on {host}:{port} for metrics: {error.strerror}",
+            fix="choose another --metrics-port",
+        ) from error
+    thread.name = "metrics"
+    return server, thread

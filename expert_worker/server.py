@@ -1,0 +1,143 @@
+"""The gRPC server of an expert worker: from an open checkpoint to the end of a drain.
+
+Threads: gRPC's pool (`expert-rpc`, one thread an open RPC), those of `Maintenance`, `metrics`.
+`stop` ends all of them.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from expert_worker.backend import ExpertBackend
+from expert_worker.maintenance import Maintenance
+from expert_worker.servicer import ExpertServicer
+from expert_worker.state import WorkerIdentity, WorkerState
+from expert_worker.store import ExpertStore
+from expertmesh.errors import PortError
+from expertmesh.grpc_options import server_options
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import Received, max_message_bytes, receiver
+
+SERVICE = "expertmesh.v1.ExpertService"
+_SPARE_THREADS = 8  # health checks, orders and refusals beside the long-lived streams
+_NOTICE_SHARE = 0.25  # of the grace: calls are still answered, so that gateways can leave
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class ExpertServer:
+    """One expert worker on a port. Serves from the start; healthy once `set_ready` was called.
+
+    Args:
+        store: Its experts; may be filled while it serves.
+        identity: Who it is.
+        host: Address to bind.
+        port: Port to bind; 0 picks a free one.
+        max_streams: Attention workers at a time, and gateways that watch.
+
+    Raises:
+        PortError: The address cannot be bound.
+    """
+
+    def __init__(
+        self, store: ExpertStore, identity: WorkerIdentity, host: str, port: int, max_streams: int
+    ) -> None:
+        self.backend = ExpertBackend(store)
+        self.state = WorkerState(identity, store)
+        self._maintenance = Maintenance(self.state)
+        self._health = health.HealthServicer()
+        servicer = ExpertServicer(self.state, self.backend, self._maintenance, max_streams)
+        num_threads = 2 * max_streams + _SPARE_THREADS
+        self._pool = ThreadPoolExecutor(num_threads, "expert-rpc")
+        limit = max_message_bytes(store.config, store.dtype, identity.row_credits)
+        self._server = grpc.server(
+            self._pool,
+            options=server_options(limit),
+            maximum_concurrent_rpcs=num_threads,
+            compression=grpc.Compression.NoCompression,
+        )
+        self._server.add_generic_rpc_handlers((_handlers(servicer),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._set_health(_NOT_SERVING)
+        self.port = _bind(self._server, host, port)
+
+    def start(self) -> None:
+        """Answers from now on."""
+        self._server.start()
+
+    def set_ready(self) -> None:
+        """Healthy from now on."""
+        self._set_health(_SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """Drains: not healthy, a moment of notice, no new calls, then the end of all threads.
+
+        Args:
+            grace_s: Longest time for calls in flight.
+        """
+        self._set_health(_NOT_SERVING)
+        self.state.announce_drain()
+        self.state.wait_no_streams(grace_s * _NOTICE_SHARE)
+        self.state.refuse_calls()
+        self.state.wait_idle(grace_s * (1 - _NOTICE_SHARE))
+        self.state.stop()
+        self._health.enter_graceful_shutdown()
+        self._server.stop(0.1).wait(2.0)
+        self._maintenance.stop()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in ("", SERVICE):
+            self._health.set(service, status)
+
+
+M = TypeVar("M", bound=Message)
+
+
+def _handlers(servicer: ExpertServicer) -> grpc.GenericRpcHandler:
+    """Our own deserializers: bytes that are no message reach the servicer as such."""
+
+    def stream_out(
+        behaviour: Callable[..., Iterable[Message]], request: type[M]
+    ) -> grpc.RpcMethodHandler[Received[M], Message]:
+        return grpc.unary_stream_rpc_method_handler(behaviour, receiver(request), _to_bytes)
+
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Forward": grpc.stream_stream_rpc_method_handler(
+                servicer.forward, receiver(pb.ForwardRequest), _to_bytes
+            ),
+            "Watch": stream_out(servicer.watch, pb.WatchRequest),
+            "LoadExperts": stream_out(servicer.load_experts, pb.LoadExpertsRequest),
+            "UnloadExperts": stream_out(servicer.unload_experts, pb.UnloadExpertsRequest),
+            "Drain": stream_out(servicer.drain, pb.DrainRequest),
+        },
+    )
+
+
+def _to_bytes(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _bind(server: grpc.Server, host: str, port: int) -> int:
+    """Binds; the port. A plain socket tries first, as gRPC would log its own lines."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+        return server.add_insecure_port(address)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PortError(
+            f"cannot listen on {address}: {reason}", fix="choose another --host or --port"
+        ) from error

@@ -1,0 +1,244 @@
+"""ExpertService: calls of attention workers, state and orders of gateways.
+
+Threads: each open RPC has one thread of the server's pool. A Forward stream answers one message at
+a time in its thread; streams meet at the device lock of the backend. What a peer sends can end its
+own RPC at most: a wrong ForwardRequest is answered with a ForwardError and the stream goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import NoReturn, TypeVar
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+
+from expert_worker.backend import ExpertBackend, raw_array
+from expert_worker.maintenance import Event, Maintenance
+from expert_worker.state import WorkerState, elapsed_us, remaining, time_left_deadline
+from expertmesh.errors import ExpertUnavailableError, WireError
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import Received, invalid, write_tensor
+from expertmesh.wire_forward import ForwardCall, ForwardLimits, decode_forward_request
+from expertmesh_kernels.host import TORCH_DTYPES, to_torch
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_LIMITS_MS = (50, 60_000)
+_DRAIN_MS = 10_000
+_MAX_DRAIN_MS = 600_000
+_DRAIN_REPORT_S = 0.2
+_STATUS_OF_CODE = {
+    pb.ForwardError.CODE_INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    pb.ForwardError.CODE_STALE_INCARNATION: grpc.StatusCode.FAILED_PRECONDITION,
+    pb.ForwardError.CODE_RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+class ExpertServicer:
+    """Implements ExpertService; requests come as `Received`, parsed or not.
+
+    Args:
+        state: The expert worker.
+        backend: Its device.
+        maintenance: Loads and unloads.
+        max_streams: Forward streams at a time, and as many Watch streams.
+    """
+
+    def __init__(
+        self, state: WorkerState, backend: ExpertBackend, maintenance: Maintenance, max_streams: int
+    ) -> None:
+        self._state = state
+        self._backend = backend
+        self._maintenance = maintenance
+        self._max_streams = max_streams
+        self._watches = threading.BoundedSemaphore(max_streams)
+        self._limits = ForwardLimits.of(
+            state.store.config,
+            state.store.dtype,
+            incarnation=state.identity.incarnation,
+            model_fingerprint=state.store.checkpoint.fingerprint,
+            max_rows=state.identity.row_credits,
+        )
+
+    # --- Forward ---
+
+    def forward(
+        self, requests: Iterator[Received[pb.ForwardRequest]], context: grpc.ServicerContext
+    ) -> Iterator[pb.ForwardResponse]:
+        """Answers every message of a stream, in order."""
+        if not self._state.open_stream(self._max_streams):
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._max_streams} streams are open already"
+            )
+        try:
+            context.send_initial_metadata(())  # tells the client that the stream is up
+            for received in requests:
+                yield self.answer(received)
+        finally:
+            self._state.close_stream()
+
+    def answer(self, received: Received[pb.ForwardRequest]) -> pb.ForwardResponse:
+        """Outputs or an error, with the id echoed. Never raises."""
+        response = pb.ForwardResponse(
+            incarnation=self._state.identity.incarnation,
+            row_credits=self._state.identity.row_credits,
+        )
+        try:
+            self._answer(received, response)
+        except WireError as error:
+            self._refuse(response, error)
+        except Exception as error:
+            logger.exception("a call failed")
+            reason = f"{type(error).__name__}: {error}"
+            self._refuse(response, WireError(pb.ForwardError.CODE_INTERNAL, reason))
+        return response
+
+    def _answer(self, received: Received[pb.ForwardRequest], response: pb.ForwardResponse) -> None:
+        message = received.message
+        if message is None:
+            raise invalid(received.error)
+        if message.HasField("id"):
+            response.id.CopyFrom(message.id)
+        call = decode_forward_request(message, self._limits)
+        self._state.begin_call()
+        try:
+            self._compute(call, received.received_s, response)
+        finally:
+            self._state.end_call()
+
+    def _compute(self, call: ForwardCall, received_s: float, response: pb.ForwardResponse) -> None:
+        experts_N = call.expert_ids_N.astype(np.int64)
+        x_RH = to_torch(call.hidden_RH, call.dtype, TORCH_DTYPES[call.dtype])
+        deadline_s = time_left_deadline(received_s, call.time_left_us)
+        try:
+            result = self._backend.run(
+                call.layer, x_RH, call.row_of_pair_N(), experts_N, deadline_s=deadline_s
+            )
+        except ExpertUnavailableError as error:
+            ids = [expert for _, expert in error.missing]
+            code = pb.ForwardError.CODE_EXPERT_NOT_RESIDENT
+            raise WireError(code, str(error), expert_ids=ids) from error
+        except TimeoutError as error:
+            raise WireError(
+                pb.ForwardError.CODE_DEADLINE_EXCEEDED,
+                f"time_left_us is {call.time_left_us}, used up before the computation started",
+            ) from error
+        response.queue_us = elapsed_us(time.monotonic() - received_s - result.compute_s)
+        response.compute_us = elapsed_us(result.compute_s)
+        write_tensor(
+            response.outputs, raw_array(result.outputs_NH), call.dtype, crc=call.want_crc32
+        )
+        self._state.count_answer(call.layer, call.num_rows, experts_N, response.compute_us)
+
+    def _refuse(self, response: pb.ForwardResponse, error: WireError) -> None:
+        self._state.count_error()
+        response.error.code = error.code
+        response.error.message = str(error)
+        response.error.expert_ids.extend(error.expert_ids)
+
+    # --- Watch ---
+
+    def watch(
+        self, received: Received[pb.WatchRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.WatchResponse]:
+        """A snapshot at once, after every change, and as a heartbeat."""
+        request = _parsed(received, context)
+        if not self._watches.acquire(blocking=False):
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._max_streams} watches are open already"
+            )
+        low, high = _HEARTBEAT_LIMITS_MS
+        heartbeat_ms = min(max(request.heartbeat_ms or _HEARTBEAT_MS, low), high)
+        context.add_callback(self._state.wake)
+        try:
+            yield from self._snapshots(heartbeat_ms / 1000, context)
+        finally:
+            self._watches.release()
+
+    def _snapshots(
+        self, heartbeat_s: float, context: grpc.ServicerContext
+    ) -> Iterator[pb.WatchResponse]:
+        version = -1
+        while not self._state.stopping and context.is_active():
+            # The version comes first: a change during the snapshot causes another one.
+            version = self._state.wait_change(version, heartbeat_s, context.is_active)
+            if not self._state.stopping:
+                yield self._state.snapshot()
+
+    # --- orders ---
+
+    def load_experts(
+        self, received: Received[pb.LoadExpertsRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.LoadExpertsResponse]:
+        """Loads in the background; progress."""
+        request = _parsed(received, context)
+        try:
+            self._maintenance.authorise(request.incarnation, request.leader_token)
+            events = self._maintenance.load(_ids(request.experts))
+        except WireError as error:
+            _abort(context, error)
+        for event in events:
+            yield pb.LoadExpertsResponse(expert=_expert_id(event), state=event[2], message=event[3])
+
+    def unload_experts(
+        self, received: Received[pb.UnloadExpertsRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.UnloadExpertsResponse]:
+        """Retires, waits, frees in the background; progress."""
+        request = _parsed(received, context)
+        try:
+            self._maintenance.authorise(request.incarnation, request.leader_token)
+            events = self._maintenance.unload(_ids(request.experts), request.retire_ms)
+        except WireError as error:
+            _abort(context, error)
+        for event in events:
+            yield pb.UnloadExpertsResponse(
+                expert=_expert_id(event), state=event[2], message=event[3]
+            )
+
+    def drain(
+        self, received: Received[pb.DrainRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.DrainResponse]:
+        """Refuses calls from now on; ends when nothing is in flight or time is up."""
+        request = _parsed(received, context)
+        timeout_ms = request.timeout_ms or _DRAIN_MS
+        try:
+            self._maintenance.authorise_incarnation(request.incarnation)
+            if timeout_ms > _MAX_DRAIN_MS:
+                raise invalid(f"timeout_ms is {timeout_ms}, expected at most {_MAX_DRAIN_MS}")
+        except WireError as error:
+            _abort(context, error)
+        deadline_s = time.monotonic() + timeout_ms / 1000
+        self._state.refuse_calls()
+        while not self._state.wait_idle(min(_DRAIN_REPORT_S, remaining(deadline_s))):
+            yield pb.DrainResponse(calls_in_flight=self._state.calls_in_flight)
+            if not remaining(deadline_s) or not context.is_active():
+                return
+        yield pb.DrainResponse(drained=True)
+
+
+T = TypeVar("T", bound=Message)
+
+
+def _parsed(received: Received[T], context: grpc.ServicerContext) -> T:
+    """The message; ends the RPC if there is none."""
+    if received.message is None:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, received.error)
+    return received.message
+
+
+def _abort(context: grpc.ServicerContext, error: WireError) -> NoReturn:
+    context.abort(_STATUS_OF_CODE[error.code], str(error))
+
+
+def _ids(experts: Iterable[pb.ExpertId]) -> list[tuple[int, int]]:
+    return [(entry.layer, entry.expert) for entry in experts]
+
+
+def _expert_id(event: Event) -> pb.ExpertId:
+    return pb.ExpertId(layer=event[0], expert=event[1])

@@ -1,0 +1,270 @@
+"""What an expert worker says of itself, and the counters of its work.
+
+Any thread may call anything here: one lock guards all of it. `changed` wakes those who wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from expert_worker.store import ExpertStore
+from expertmesh import PROTOCOL_REVISION
+from expertmesh.errors import WireError
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import DTYPE_CODES
+
+ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """What never changes during one life of an expert worker."""
+
+    worker_id: str
+    incarnation: int
+    numerics_fingerprint: bytes
+    row_credits: int
+    """Token rows that one stream may have in flight."""
+
+
+class WorkerState:
+    """State of one expert worker.
+
+    Args:
+        identity: Who it is.
+        store: Its experts; changes of residency are announced from here on.
+    """
+
+    def __init__(self, identity: WorkerIdentity, store: ExpertStore) -> None:
+        self.identity = identity
+        self.store = store
+        self._stopped = threading.Event()
+        self._condition = threading.Condition()
+        self._version = 0
+        self._num_snapshots = 0
+        self._draining = False
+        self._refusing = False
+        self._in_flight = 0
+        self._load = pb.LoadCounters()
+        self._rows_histogram = np.zeros(len(ROWS_BUCKETS) + 1, dtype=np.int64)
+        config = store.config
+        shape = (config.num_layers, max(1, config.num_experts))
+        self._pairs_LE = np.zeros(shape, dtype=np.int64)
+        store.on_change = self.changed
+
+    # --- waiting ---
+
+    def changed(self) -> None:
+        """Wakes everyone who waits for a change."""
+        with self._condition:
+            self._version += 1
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Makes those who wait look again whether they still have a reason to."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def wait_change(
+        self, seen_version: int, timeout_s: float, wanted: Callable[[], bool] = lambda: True
+    ) -> int:
+        """The version, as soon as it differs from `seen_version` or after the timeout.
+
+        Args:
+            seen_version: What the last call returned; -1 at first.
+            timeout_s: Longest wait.
+            wanted: Asked at each `wake`; the wait ends when it says no.
+        """
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self.stopping or self._version != seen_version or not wanted(), timeout_s
+            )
+            return self._version
+
+    @property
+    def stopping(self) -> bool:
+        """True once the process ends: whoever waits here must return."""
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Ends all waits here, for good."""
+        self._stopped.set()
+        self.changed()
+
+    def wait_stop(self, timeout_s: float) -> bool:
+        """True as soon as the process ends; False after the timeout."""
+        return self._stopped.wait(timeout_s)
+
+    # --- draining ---
+
+    @property
+    def draining(self) -> bool:
+        """True from the start of a drain."""
+        return self._draining
+
+    def announce_drain(self) -> None:
+        """Says that it drains; calls are still answered, so that gateways can leave in peace."""
+        self._draining = True
+        self.changed()
+
+    def refuse_calls(self) -> None:
+        """Announces the drain and answers new calls with DRAINING."""
+        self._refusing = True
+        self.announce_drain()
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Calls that are being answered."""
+        return self._in_flight
+
+    @property
+    def num_streams(self) -> int:
+        """Open Forward streams."""
+        return self._load.streams
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """True once nothing is in flight; False after the timeout."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self.stopping or not self._in_flight, timeout_s)
+
+    def wait_no_streams(self, timeout_s: float) -> bool:
+        """True once no Forward stream is open; False after the timeout."""
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: self.stopping or not self._load.streams, timeout_s
+            )
+
+    # --- counting ---
+
+    def open_stream(self, max_streams: int) -> bool:
+        """Counts a Forward stream; False if there are too many."""
+        with self._condition:
+            if self._load.streams >= max_streams:
+                return False
+            self._load.streams += 1
+            return True
+
+    def close_stream(self) -> None:
+        """Counts the end of a Forward stream."""
+        with self._condition:
+            self._load.streams -= 1
+            self._condition.notify_all()
+
+    def begin_call(self) -> None:
+        """Counts a call that will be computed. Raises WireError DRAINING."""
+        with self._condition:
+            if self._refusing:
+                raise WireError(
+                    pb.ForwardError.CODE_DRAINING,
+                    f"expert worker {self.identity.worker_id} is draining",
+                )
+            self._in_flight += 1
+
+    def end_call(self) -> None:
+        """Counts the end of a call that began."""
+        with self._condition:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._condition.notify_all()
+
+    def count_answer(
+        self, layer: int, num_rows: int, expert_ids_N: npt.NDArray[np.int64], compute_us: int
+    ) -> None:
+        """Counts a call that was answered with outputs."""
+        pairs_E = np.bincount(expert_ids_N, minlength=self._pairs_LE.shape[1])
+        with self._condition:
+            self._load.calls += 1
+            self._load.rows += num_rows
+            self._load.pairs += expert_ids_N.shape[0]
+            self._load.compute_us += compute_us
+            self._rows_histogram[bisect_left(ROWS_BUCKETS, num_rows)] += 1
+            self._pairs_LE[layer] += pairs_E
+
+    def count_error(self) -> None:
+        """Counts a call that was answered with an error."""
+        with self._condition:
+            self._load.errors += 1
+
+    def pairs_LE(self) -> npt.NDArray[np.int64]:
+        """[layers, experts] (row, expert) pairs computed so far."""
+        with self._condition:
+            return self._pairs_LE.copy()
+
+    def rows_histogram(self) -> npt.NDArray[np.int64]:
+        """[buckets + 1] calls by number of rows: up to each of ROWS_BUCKETS, and above."""
+        with self._condition:
+            return self._rows_histogram.copy()
+
+    def load(self) -> pb.LoadCounters:
+        """The counters, as a copy."""
+        load = pb.LoadCounters()
+        with self._condition:
+            load.CopyFrom(self._load)
+            load.queued_calls = max(0, self._in_flight - 1)  # one of them has the device
+        return load
+
+    # --- telling ---
+
+    def snapshot(self) -> pb.WatchResponse:
+        """The state, whole."""
+        with self._condition:
+            self._num_snapshots += 1
+            sequence = self._num_snapshots
+        return pb.WatchResponse(
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            protocol_revision=PROTOCOL_REVISION,
+            model=self._model(),
+            numerics_fingerprint=self.identity.numerics_fingerprint,
+            device=str(self.store.device),
+            capacity=self._capacity(),
+            layers=[
+                pb.LayerExperts(layer=layer, resident=held.resident, retiring=held.retiring)
+                for layer, held in self.store.residency().items()
+            ],
+            draining=self._draining,
+            load=self.load(),
+            row_credits=self.identity.row_credits,
+            sequence=sequence,
+        )
+
+    def _model(self) -> pb.ModelIdentity:
+        checkpoint, config = self.store.checkpoint, self.store.config
+        return pb.ModelIdentity(
+            fingerprint=checkpoint.fingerprint,
+            name=checkpoint.name,
+            num_layers=config.num_layers,
+            num_experts=config.num_experts,
+            hidden_size=config.hidden_size,
+            dtype=DTYPE_CODES[self.store.dtype],
+        )
+
+    def _capacity(self) -> pb.Capacity:
+        return pb.Capacity(
+            expert_slots=self.store.num_slots,
+            used_expert_slots=self.store.num_used_slots,
+            bytes_per_expert=self.store.bytes_per_expert,
+            resident_bytes=self.store.resident_bytes,
+        )
+
+
+def elapsed_us(seconds: float) -> int:
+    """Seconds as whole microseconds that fit a uint32."""
+    return min(max(0, int(seconds * 1e6)), 2**32 - 1)
+
+
+def time_left_deadline(received_s: float, time_left_us: int) -> float | None:
+    """Deadline on the monotonic clock of a call; None without a limit."""
+    return received_s + time_left_us / 1e6 if time_left_us else None
+
+
+def remaining(deadline_s: float) -> float:
+    """Seconds until a deadline on the monotonic clock, at least 0."""
+    return max(0.0, deadline_s - time.monotonic())

@@ -1,0 +1,239 @@
+"""The experts that are resident on this device, and nothing of the others.
+
+Threads: calls take a lease on a layer, one thread loads, others retire and unload. Each layer's
+experts are an immutable snapshot that is replaced whole, so that a call computes with what it
+leased, and loading never blocks it: reading and packing happen outside the lock.
+
+    absent -> resident -> retiring -> absent       (a retiring expert still answers)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from expertmesh.checkpoint import Checkpoint, HostTensor
+from expertmesh.errors import ExpertMeshError
+from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh_kernels.grouped_mlp import ExpertWeights
+from expertmesh_kernels.host import TORCH_DTYPES, to_torch
+from expertmesh_kernels.linear import PackedLinear, pack_linear
+
+
+class ExpertStoreError(ExpertMeshError):
+    """An expert cannot be loaded or unloaded; the message says why."""
+
+
+@dataclass
+class _Snapshot:
+    """Experts of one layer at one time. Only `num_leases` changes, under the store's lock."""
+
+    layer: int
+    weights: Mapping[int, ExpertWeights] = field(default_factory=dict)
+    retiring: frozenset[int] = frozenset()
+    num_leases: int = 0
+
+
+@dataclass(frozen=True)
+class LayerResidency:
+    """Experts of one layer, ascending."""
+
+    resident: tuple[int, ...]
+    """May be used."""
+    retiring: tuple[int, ...]
+    """Still answer, but are to be used no more."""
+
+
+class ExpertStore:
+    """Resident experts by (layer, expert).
+
+    Args:
+        checkpoint: Where experts are read from.
+        dtype: Type of the weights in memory.
+        device: Where they are held, as torch names it.
+        num_slots: Most experts at a time, all layers together; None for all of the model.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: DtypeName,
+        device: str = "cpu",
+        *,
+        num_slots: int | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.dtype: DtypeName = dtype
+        self.device = torch.device(device)
+        self.num_slots = count_experts(self.config) if num_slots is None else num_slots
+        self.on_change: Callable[[], None] = _ignore_change
+        """Called after every change of residency, in the thread that made it."""
+        self._lock = threading.Lock()
+        self._lease_ended = threading.Condition(self._lock)
+        self._layers = {layer: _Snapshot(layer) for layer in self.config.moe_layers}
+        self._leased_before: list[_Snapshot] = []  # replaced while calls were using them
+        self._num_reserved = 0  # slots of experts that are being read
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self.checkpoint.config
+
+    @property
+    def num_used_slots(self) -> int:
+        """Experts in memory, retiring ones included."""
+        return sum(len(snapshot.weights) for snapshot in self._layers.values())
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        layers = [snapshot.weights.values() for snapshot in list(self._layers.values())]
+        return sum(weights.nbytes for experts in layers for weights in experts)
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes of one expert's weights, without what packing adds."""
+        layers = self.config.moe_layers
+        if not layers:
+            return 0
+        elements = 3 * self.config.hidden_size * self.config.moe_ffn(layers[0]).intermediate_size
+        return elements * TORCH_DTYPES[self.dtype].itemsize
+
+    def residency(self) -> dict[int, LayerResidency]:
+        """MoE layer to its experts; a layer without any is left out."""
+        found = {}
+        for layer, snapshot in list(self._layers.items()):
+            if snapshot.weights:
+                retiring = tuple(sorted(snapshot.retiring))
+                resident = tuple(sorted(snapshot.weights.keys() - snapshot.retiring))
+                found[layer] = LayerResidency(resident, retiring)
+        return found
+
+    @contextmanager
+    def lease(self, layer: int) -> Iterator[Mapping[int, ExpertWeights]]:
+        """The layer's experts, retiring ones included, which stay in memory until the end."""
+        with self._lock:
+            snapshot = self._layers[layer]
+            snapshot.num_leases += 1
+        try:
+            yield snapshot.weights
+        finally:
+            with self._lock:
+                snapshot.num_leases -= 1
+                if not snapshot.num_leases:
+                    self._lease_ended.notify_all()
+
+    def load(self, layer: int, expert: int) -> None:
+        """Makes an expert resident; one that is retiring comes back. May take seconds.
+
+        Raises:
+            ExpertStoreError: No such expert, or no free slot.
+            CheckpointError: It cannot be read.
+        """
+        self._check_exists(layer, expert)
+        with self._lock:
+            snapshot = self._layers[layer]
+            if expert in snapshot.weights:
+                self._replace(layer, snapshot.weights, snapshot.retiring - {expert})
+            else:
+                self._reserve_slot(layer, expert)
+        if expert not in snapshot.weights:
+            self._read_into_slot(layer, expert)
+        self.on_change()
+
+    def retire(self, layer: int, expert: int) -> bool:
+        """Marks an expert as not to be used; False if it is not resident."""
+        self._check_exists(layer, expert)
+        with self._lock:
+            snapshot = self._layers[layer]
+            if expert not in snapshot.weights:
+                return False
+            self._replace(layer, snapshot.weights, snapshot.retiring | {expert})
+        self.on_change()
+        return True
+
+    def unload(self, layer: int, expert: int, timeout_s: float) -> None:
+        """Frees a retiring expert; returns when no call uses it any more.
+
+        Raises:
+            ExpertStoreError: It was loaded again, or calls still use it after the timeout.
+        """
+        with self._lock:
+            snapshot = self._layers[layer]
+            if expert in snapshot.weights and expert not in snapshot.retiring:
+                raise ExpertStoreError(f"layer {layer} expert {expert} was loaded again")
+            left = {key: value for key, value in snapshot.weights.items() if key != expert}
+            self._replace(layer, left, snapshot.retiring - {expert})
+        self.on_change()
+        self._wait_unused(layer, expert, time.monotonic() + timeout_s)
+
+    def _wait_unused(self, layer: int, expert: int, deadline_s: float) -> None:
+        with self._lock:
+            while self._is_leased(layer, expert):
+                if not self._lease_ended.wait(deadline_s - time.monotonic()):
+                    raise ExpertStoreError(f"calls still use layer {layer} expert {expert}")
+
+    def _is_leased(self, layer: int, expert: int) -> bool:
+        self._leased_before = [old for old in self._leased_before if old.num_leases]
+        return any(old.layer == layer and expert in old.weights for old in self._leased_before)
+
+    def _check_exists(self, layer: int, expert: int) -> None:
+        if layer not in self._layers:
+            raise ExpertStoreError(f"layer {layer} has no experts")
+        num_experts = self.config.moe_ffn(layer).num_experts
+        if not 0 <= expert < num_experts:
+            raise ExpertStoreError(
+                f"layer {layer} has experts 0 to {num_experts - 1}, not {expert}"
+            )
+
+    def _reserve_slot(self, layer: int, expert: int) -> None:
+        if self.num_used_slots + self._num_reserved >= self.num_slots:
+            raise ExpertStoreError(
+                f"no free slot for layer {layer} expert {expert}: all {self.num_slots} are in use"
+            )
+        self._num_reserved += 1
+
+    def _read_into_slot(self, layer: int, expert: int) -> None:
+        try:
+            weights = self._read(layer, expert)
+        except BaseException:
+            with self._lock:
+                self._num_reserved -= 1
+            raise
+        with self._lock:
+            self._num_reserved -= 1
+            snapshot = self._layers[layer]
+            experts = {**snapshot.weights, expert: weights}
+            self._replace(layer, experts, snapshot.retiring - {expert})
+
+    def _read(self, layer: int, expert: int) -> ExpertWeights:
+        tensors = self.checkpoint.read_expert(layer, expert)
+        return ExpertWeights(self._pack(tensors.gate_up), self._pack(tensors.down))
+
+    def _pack(self, tensor: HostTensor) -> PackedLinear:
+        weight_NK = to_torch(tensor.data, tensor.dtype, TORCH_DTYPES[self.dtype])
+        return pack_linear(weight_NK.to(self.device))
+
+    def _replace(
+        self, layer: int, weights: Mapping[int, ExpertWeights], retiring: frozenset[int]
+    ) -> None:
+        """Swaps the snapshot of a layer. The lock is held."""
+        old = self._layers[layer]
+        self._leased_before = [kept for kept in self._leased_before if kept.num_leases]
+        if old.num_leases:
+            self._leased_before.append(old)
+        self._layers[layer] = _Snapshot(layer, weights, retiring)
+
+
+def count_experts(config: ModelConfig) -> int:
+    """Experts of the model, all layers together."""
+    return sum(config.moe_ffn(layer).num_experts for layer in config.moe_layers)
+
+
+def _ignore_change() -> None:
+    """The listener that is there by default."""

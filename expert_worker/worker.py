@@ -1,0 +1,119 @@
+"""An expert worker from its settings to a healthy server."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+import threading
+import time
+
+import numpy as np
+import torch
+
+from expert_worker.metrics import serve_metrics
+from expert_worker.selection import parse_experts
+from expert_worker.server import ExpertServer
+from expert_worker.state import WorkerIdentity
+from expert_worker.store import ExpertStore
+from expertmesh.checkpoint import Checkpoint
+from expertmesh.model_config import DtypeName
+from expertmesh.model_tools.progress import NoProgress
+from expertmesh.model_tools.resolve import resolve_model
+from expertmesh.settings import ExpertWorkerSettings, data_home
+from expertmesh.wire import incarnation
+from expertmesh_kernels.host import TORCH_DTYPES
+from expertmesh_kernels.self_test import numerics_fingerprint
+
+logger = logging.getLogger(__name__)
+
+_REPORT_INTERVAL_S = 5.0
+
+
+class ExpertWorker:
+    """A server that answers health checks and Watch at once, and calls as experts arrive.
+
+    Args:
+        settings: What to serve and where.
+        metrics_port: Port of /metrics; None for no metrics.
+
+    Raises:
+        StartupError: The settings cannot work, the checkpoint cannot be served, or a port is taken.
+        RuntimeError: The kernels do not compute what they must on this machine.
+    """
+
+    def __init__(self, settings: ExpertWorkerSettings, metrics_port: int | None = None) -> None:
+        torch.set_num_threads(1)  # the kernels are single-threaded; a second pool would take cores
+        self._settings = settings
+        checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
+        config = checkpoint.config
+        self._experts = parse_experts(settings.experts, config.num_experts)
+        dtype: DtypeName = config.dtype if settings.dtype == "auto" else settings.dtype
+        self.store = ExpertStore(checkpoint, dtype, settings.device)
+        self.worker_id = settings.worker_id or f"{socket.gethostname()}-{settings.port}"
+        identity = WorkerIdentity(
+            worker_id=self.worker_id,
+            incarnation=incarnation(),
+            numerics_fingerprint=numerics_fingerprint(),
+            row_credits=settings.row_credits,
+        )
+        self.server = ExpertServer(
+            self.store, identity, settings.host, settings.port, settings.max_streams
+        )
+        self._metrics = None
+        if metrics_port is not None:
+            self._metrics = serve_metrics(self.server.state, settings.host, metrics_port)
+            port = self._metrics[0].server_port
+            logger.info("metrics on http://%s:%d/metrics", settings.host, port)
+        self.server.start()
+
+    def load(self, stopping: threading.Event) -> bool:
+        """Loads the experts of the settings, then says that it is healthy; False if interrupted.
+
+        Raises:
+            CheckpointError: An expert cannot be read.
+        """
+        wanted = [
+            (layer, expert) for layer in self.store.config.moe_layers for expert in self._experts
+        ]
+        reported_s = time.monotonic()
+        for done, (layer, expert) in enumerate(wanted):
+            if stopping.is_set():
+                return False
+            self.store.load(layer, expert)
+            if time.monotonic() - reported_s > _REPORT_INTERVAL_S:
+                reported_s = time.monotonic()
+                logger.info("loaded %d of %d experts", done + 1, len(wanted))
+        self._warm_up()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no collection needs to look at it again
+        self.server.set_ready()
+        logger.info(
+            "serving %d experts of %s (%.1f MiB, %s) on %s:%d",
+            self.store.num_used_slots,
+            self.store.checkpoint.name,
+            self.store.resident_bytes / 2**20,
+            self.store.dtype,
+            self._settings.host,
+            self.server.port,
+        )
+        return True
+
+    def stop(self) -> None:
+        """Drains and ends all threads."""
+        self.server.stop(self._settings.drain_grace_s)
+        if self._metrics is not None:
+            server, thread = self._metrics
+            server.shutdown()
+            server.server_close()
+            thread.join(2.0)
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels for this dtype and device before there is a call."""
+        for layer, held in self.store.residency().items():
+            x_RH = torch.zeros(
+                1, self.store.config.hidden_size, dtype=TORCH_DTYPES[self.store.dtype]
+            )
+            pair = np.zeros(1, np.int64)
+            self.server.backend.run(layer, x_RH, pair, np.full(1, held.resident[0], np.int64))
+            return
