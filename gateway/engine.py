@@ -14,11 +14,11 @@ a lost or hung attention worker ends the running requests and is restarted, whil
 from __future__ import annotations
 
 import asyncio
-import functools
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from expertmesh.errors import (
     EngineError,
@@ -33,10 +33,17 @@ from gateway.attention_port import AttentionPort
 from gateway.engine_observer import EngineObserver
 from gateway.expert_hold import ExpertHold
 from gateway.inbox import Commands, EngineLoad, Inbox, QueueLimits
+from gateway.outbox import Outbox
 from gateway.output_stream import OutputStream
 from gateway.request_state import RequestState, ScheduledStep
 from gateway.scheduler import Scheduler, SchedulerLimits
-from gateway.sequence import EngineStats, FinishReason, GenerationRequest, RequestOutput, Sink
+from gateway.sequence import (
+    DispatchStats,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+)
 from gateway.step_messages import step_message, token_logprobs
 from gateway.tokenizer import Tokenizer
 
@@ -59,6 +66,7 @@ class Engine:
         tokenizer: For text and stop strings; None without one.
         eos_token_ids: Tokens that end an output.
         observer: Told about requests and steps.
+        dispatch: Gives totals of the calls to expert workers, for `stats`.
     """
 
     def __init__(
@@ -70,23 +78,25 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Collection[int] = (),
         observer: EngineObserver | None = None,
+        dispatch: Callable[[], tuple[DispatchStats, ...]] = tuple,
     ) -> None:
         limits = attention.limits()
         if limits is None:
             raise EngineError("the attention worker is down")
         self._attention = attention
         self._settings = settings
-        self._loop = loop
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._observer = observer or EngineObserver()
+        self._dispatch = dispatch
         self._limits = limits
         self._scheduler = Scheduler(limits)
         self._streams: dict[str, OutputStream] = {}
-        self._outputs: list[tuple[Sink, RequestOutput]] = []
+        self._outbox = Outbox(loop)
         self._hold = ExpertHold(settings.experts_hold_s)
         self._down_since_s: float | None = None
         self._num_failures = 0
+        self._num_preemptions = 0
         queue = QueueLimits(settings.max_num_queued_reqs, settings.max_num_queued_tokens)
         self._inbox = Inbox(queue, EngineLoad(num_free_slots=limits.num_request_slots))
         self._stats = self._measure()
@@ -124,14 +134,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Load after the last turn; waiting includes requests not yet taken."""
-        stats = self._stats
-        return EngineStats(
-            num_running=stats.num_running,
+        return dataclasses.replace(
+            self._stats,
             num_waiting=self._inbox.num_waiting,
-            kv_blocks_used=stats.kv_blocks_used,
-            kv_blocks_total=stats.kv_blocks_total,
-            request_slots_used=stats.request_slots_used,
-            request_slots_total=stats.request_slots_total,
+            alive=self._thread.is_alive(),
+            dispatch=self._dispatch(),
         )
 
     @property
@@ -207,7 +214,7 @@ class Engine:
         try:
             state = self._scheduler.add(request)
         except RequestError as error:  # limits changed since it was checked at the door
-            self._emit(request.sink, _failure(request, error))
+            self._outbox.add(request.sink, _failure(request, error))
             self._inbox.forget(request.request_id)
             return
         self._streams[request.request_id] = OutputStream(
@@ -241,10 +248,12 @@ class Engine:
         return response
 
     def _tell_scheduled(self, step: ScheduledStep) -> None:
+        self._tell_load()
         for state in step.admitted:
             self._streams[state.request_id].started()
         for state in step.preempted:
             logger.info("preempted request %s: KV blocks ran out", state.request_id)
+            self._num_preemptions += 1
             self._observer.request_preempted(state.request)
 
     def _commit(self, step: ScheduledStep, response: pb.StepResponse) -> None:
@@ -272,7 +281,7 @@ class Engine:
     def _push(self, state: RequestState, token: pb.SampledToken) -> None:
         stream = self._streams[state.request_id]
         output = stream.push(token_logprobs(token), self._limits.max_model_len)
-        self._emit(state.request.sink, output)
+        self._outbox.add(state.request.sink, output)
         if output.finish_reason is not None:
             self._forget(state)
 
@@ -325,7 +334,9 @@ class Engine:
         """After a mistake of ours nothing is trusted: all requests end, everything starts over."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            self._emit(stream.request.sink, _failure(stream.request, EngineError(f"{error!r}")))
+            self._outbox.add(
+                stream.request.sink, _failure(stream.request, EngineError(f"{error!r}"))
+            )
             self._inbox.forget(stream.request.request_id)
         self._scheduler = Scheduler(self._limits)
         self._lose_attention("internal error")
@@ -336,7 +347,7 @@ class Engine:
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         for state in states:
             output = self._streams[state.request_id].end(reason, error)
-            self._emit(state.request.sink, output)
+            self._outbox.add(state.request.sink, output)
             self._forget(state)
 
     def _forget(self, state: RequestState) -> None:
@@ -347,11 +358,12 @@ class Engine:
     def _scheduler_states(self) -> list[RequestState]:
         return [*self._scheduler.running, *self._scheduler.waiting]
 
-    def _emit(self, sink: Sink, output: RequestOutput) -> None:
-        self._outputs.append((sink, output))
-
     def _publish(self) -> None:
-        """Tells the world about a turn: load, and outputs in one call of the event loop."""
+        """Tells the world about a turn: load and outputs."""
+        self._tell_load()
+        self._outbox.publish()
+
+    def _tell_load(self) -> None:
         scheduler = self._scheduler
         self._inbox.update_load(
             EngineLoad(
@@ -359,13 +371,6 @@ class Engine:
             )
         )
         self._stats = self._measure()
-        if not self._outputs:
-            return
-        outputs, self._outputs = self._outputs, []
-        try:
-            self._loop.call_soon_threadsafe(functools.partial(_deliver, outputs))
-        except RuntimeError:  # the loop is closed: nobody waits for these any more
-            logger.warning("dropped %d outputs: the event loop is closed", len(outputs))
 
     def _measure(self) -> EngineStats:
         scheduler = self._scheduler
@@ -377,17 +382,9 @@ class Engine:
             kv_blocks_total=scheduler.blocks.num_blocks,
             request_slots_used=slots - scheduler.num_free_slots,
             request_slots_total=slots,
+            num_preemptions=self._num_preemptions,
         )
 
 
 def _failure(request: GenerationRequest, error: Exception) -> RequestOutput:
     return RequestOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error)
-
-
-def _deliver(outputs: list[tuple[Sink, RequestOutput]]) -> None:
-    """In the event loop: one bad sink must not keep others from their outputs."""
-    for sink, output in outputs:
-        try:
-            sink(output)
-        except Exception:
-            logger.exception("the sink of request %s failed", output.request_id)

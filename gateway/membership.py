@@ -106,21 +106,24 @@ class Membership:
             self._thread.join(2 * _JOIN_S)
 
     def _run(self) -> None:
-        pause_s = self._heartbeat_s / _CHECKS_PER_HEARTBEAT
-        while True:
-            try:
-                news = self._news.get(timeout=pause_s if self._members else None)
-                if news is None:
-                    break
-                self._take(news)
-            except queue.Empty:
-                pass  # time to look for silent ones
+        while (news := self._next_news()) is not None:
+            self._take(news)
             now_s = time.monotonic()
             for member in self._members.values():
                 member.watcher.check(now_s)
         self._drop(set(self._members))
 
+    def _next_news(self) -> _News | None:
+        """What comes next; None at the end; a look at the clock if nothing comes."""
+        pause_s = self._heartbeat_s / _CHECKS_PER_HEARTBEAT
+        try:
+            return self._news.get(timeout=pause_s if self._members else None)
+        except queue.Empty:
+            return _Tick()
+
     def _take(self, news: _News) -> None:
+        if isinstance(news, _Tick):
+            return
         if isinstance(news, _Addresses):
             self._follow(news.addresses)
         elif (member := self._members.get(news.address)) is None:
@@ -248,4 +251,9 @@ class _Report:
     content: pb.WatchResponse | str
 
 
-_News = _Addresses | _Report
+@dataclass(frozen=True)
+class _Tick:
+    """Nothing happened; time to look for silent expert workers."""
+
+
+_News = _Addresses | _Report | _Tick

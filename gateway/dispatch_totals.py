@@ -1,0 +1,43 @@
+"""Adds up what attention workers report about their calls to expert workers, for metrics."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from expertmesh.v1 import attention_service_pb2 as pb
+from gateway.sequence import DispatchStats
+
+
+class DispatchTotals:
+    """Totals per expert worker since the gateway started. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: dict[str, DispatchStats] = {}
+
+    def add(self, response: pb.MembershipResponse) -> None:
+        """Adds observations; each is what happened since the one before."""
+        with self._lock:
+            for seen in response.observations:
+                old = self._totals.get(seen.worker_id, DispatchStats(seen.worker_id))
+                self._totals[seen.worker_id] = _sum(old, seen)
+
+    def snapshot(self) -> tuple[DispatchStats, ...]:
+        """Totals so far, by id of the expert worker."""
+        with self._lock:
+            return tuple(self._totals[name] for name in sorted(self._totals))
+
+
+def _sum(old: DispatchStats, seen: pb.ExpertObservation) -> DispatchStats:
+    return replace(
+        old,
+        calls=old.calls + seen.calls,
+        faults=old.faults + seen.faults,
+        rows_out=old.rows_out + seen.rows_out,
+        rows_back=old.rows_back + seen.rows_back,
+        bytes_out=old.bytes_out + seen.bytes_out,
+        bytes_back=old.bytes_back + seen.bytes_back,
+        round_trip_s=old.round_trip_s + seen.round_trip_us / 1e6,
+        compute_s=old.compute_s + seen.compute_us / 1e6,
+    )

@@ -1,0 +1,488 @@
+"""The engine thread against a scripted attention worker: decisions, failures, and never a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from expertmesh.errors import (
+    ContextLengthError,
+    EngineError,
+    ExpertUnavailableError,
+    OverloadedError,
+    RequestError,
+)
+from expertmesh.settings import EngineSettings
+from gateway.engine import Engine
+from gateway.engine_observer import EngineObserver
+from gateway.scheduler import SchedulerLimits
+from gateway.sequence import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    SamplingParams,
+)
+from tests.support.strict_attention import EOS, ScriptedPort, continuation, next_token
+
+LIMITS = SchedulerLimits(
+    num_kv_blocks=16, kv_block_size=4, num_request_slots=4, max_step_tokens=8, model_len=64
+)
+IDLE = EngineStats(0, 0, 0, 16, 0, 4)
+WAIT_S = 10.0
+
+
+class Answer:
+    """Outputs of one request as they come."""
+
+    def __init__(self) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.first = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    def sink(self, output: RequestOutput) -> None:
+        """The request's sink."""
+        self.outputs.append(output)
+        self.first.set()
+        if output.finish_reason is not None:
+            self.ended.set()
+
+    async def end(self) -> RequestOutput:
+        """The last output."""
+        await asyncio.wait_for(self.ended.wait(), WAIT_S)
+        return self.outputs[-1]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens so far."""
+        return tuple(token for output in self.outputs for token in output.token_ids)
+
+
+class Recorder(EngineObserver):
+    """Remembers what the engine tells."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.step_times: list[float] = []
+
+    def request_started(self, request: GenerationRequest, queue_s: float) -> None:
+        self.events.append(f"started {request.request_id}")
+
+    def first_token(self, request: GenerationRequest, since_arrival_s: float) -> None:
+        self.events.append(f"first {request.request_id}")
+
+    def next_token(self, request: GenerationRequest, since_last_s: float) -> None:
+        self.events.append(f"next {request.request_id}")
+
+    def request_finished(
+        self,
+        request: GenerationRequest,
+        reason: FinishReason,
+        num_generated: int,
+        since_arrival_s: float,
+    ) -> None:
+        self.events.append(f"finished {request.request_id} {reason} {num_generated}")
+
+    def step_done(self, num_tokens: int, duration_s: float, expert_wait_s: float) -> None:
+        self.step_times.append(duration_s)
+
+
+@dataclass
+class Bench:
+    """A running engine and its scripted attention worker."""
+
+    engine: Engine
+    port: ScriptedPort
+    observer: Recorder
+
+    def ask(
+        self, name: str, prompt: Sequence[int], max_tokens: int = 4, *, ignore_eos: bool = False
+    ) -> Answer:
+        """Submits a greedy request."""
+        answer = Answer()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos)
+        self.engine.submit(
+            GenerationRequest(name, tuple(prompt), params, answer.sink, time.monotonic())
+        )
+        return answer
+
+    async def until(self, expected: EngineStats) -> None:
+        """Waits until the engine's load is this."""
+        deadline = time.monotonic() + WAIT_S
+        while self.engine.stats() != expected and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        assert self.engine.stats() == expected
+
+    async def until_ready(self, expected: bool) -> None:
+        """Waits until the engine is ready, or is not."""
+        deadline = time.monotonic() + WAIT_S
+        while self.engine.ready != expected and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        assert self.engine.ready == expected
+
+    async def hold_step(self) -> None:
+        """Returns when the engine waits for a result, which then stays away until the gate opens."""
+        assert await asyncio.to_thread(self.port.waiting.wait, WAIT_S)
+
+
+async def running(settings: EngineSettings) -> AsyncIterator[Bench]:
+    port, observer = ScriptedPort(LIMITS), Recorder()
+    engine = Engine(
+        port, settings, asyncio.get_running_loop(), eos_token_ids=[EOS], observer=observer
+    )
+    engine.start()
+    yield Bench(engine, port, observer)
+    port.gate.set()
+    assert await asyncio.to_thread(engine.stop, WAIT_S)
+    assert "engine" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    """An engine with a short hold and a small queue."""
+    settings = EngineSettings(
+        experts_hold_s=0.6, max_num_queued_reqs=3, max_num_queued_tokens=40, step_timeout_s=5
+    )
+    async for made in running(settings):
+        yield made
+
+
+async def test_a_request_gets_its_tokens_and_leaves_nothing(bench: Bench) -> None:
+    """Tokens come one by one, the last with `length`; slot and blocks are free again."""
+    answer = bench.ask("a", range(11), max_tokens=5)
+    last = await answer.end()
+    assert last.finish_reason is FinishReason.LENGTH
+    assert answer.token_ids == continuation(range(11), 5)
+    await bench.until(IDLE)
+
+
+async def test_requests_share_steps(bench: Bench) -> None:
+    """More requests than slots: each gets its own tokens."""
+    answers = [bench.ask(f"r{i}", range(i, i + 3), max_tokens=6) for i in range(6)]
+    for index, answer in enumerate(answers):
+        await answer.end()
+        assert answer.token_ids == continuation(range(index, index + 3), 6)
+    await bench.until(IDLE)
+
+
+async def test_an_end_token_ends_the_output(bench: Bench) -> None:
+    """The end token is the last of the token ids, with reason `stop`."""
+    bench.port.token_of = lambda token_ids: EOS if len(token_ids) == 5 else next_token(token_ids)
+    answer = bench.ask("a", range(3), max_tokens=9)
+    assert (await answer.end()).finish_reason is FinishReason.STOP
+    assert answer.token_ids == (*continuation(range(3), 2), EOS)
+
+
+async def test_the_end_token_can_be_ignored(bench: Bench) -> None:
+    """With ignore_eos the output goes on past the end token."""
+    bench.port.token_of = lambda token_ids: EOS
+    answer = bench.ask("a", range(3), max_tokens=3, ignore_eos=True)
+    assert (await answer.end()).finish_reason is FinishReason.LENGTH
+    assert answer.token_ids == (EOS, EOS, EOS)
+
+
+async def test_the_context_ends_the_output(bench: Bench) -> None:
+    """A request stops where the context is full, whatever max_tokens says."""
+    answer = bench.ask("a", range(60), max_tokens=1000)
+    assert (await answer.end()).finish_reason is FinishReason.LENGTH
+    assert answer.token_ids == continuation(range(60), 4)
+
+
+async def test_outputs_of_a_step_come_in_one_call(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests in the same steps cost one call of the event loop per step."""
+    loop = asyncio.get_running_loop()
+    calls = []
+    original = loop.call_soon_threadsafe
+
+    def counting(callback, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if threading.current_thread().name == "engine":
+            calls.append(callback)
+        return original(callback, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
+    bench.port.gate.clear()
+    first = bench.ask("a", [1], max_tokens=1)
+    await bench.hold_step()
+    answers = [bench.ask("b", range(3), max_tokens=4), bench.ask("c", range(4), max_tokens=4)]
+    bench.port.gate.set()
+    for answer in (first, *answers):
+        await answer.end()
+    assert len(calls) == len(bench.port.steps)
+
+
+async def test_a_cancelled_request_is_freed_after_the_step_in_flight(bench: Bench) -> None:
+    """Cancelling during a step: no token of it is lost to others, everything is free after it."""
+    bench.port.gate.clear()
+    gone = bench.ask("gone", range(5), max_tokens=50)
+    await bench.hold_step()
+    kept = bench.ask("kept", range(2), max_tokens=3)
+    bench.engine.cancel("gone")
+    bench.port.gate.set()
+    assert (await gone.end()).finish_reason is FinishReason.ABORT
+    assert len(gone.token_ids) <= 1
+    await kept.end()
+    assert kept.token_ids == continuation(range(2), 3)
+    await bench.until(IDLE)
+
+
+async def test_a_waiting_request_can_be_cancelled(bench: Bench) -> None:
+    """A request without a slot leaves the queue when it is cancelled."""
+    bench.port.gate.clear()
+    answers = [bench.ask(f"r{i}", [i], max_tokens=2) for i in range(4)]
+    await bench.hold_step()
+    late = bench.ask("late", [9])
+    bench.engine.cancel("late")
+    bench.port.gate.set()
+    assert (await late.end()).finish_reason is FinishReason.ABORT
+    assert late.token_ids == ()
+    for answer in answers:
+        await answer.end()
+
+
+async def test_cancelling_what_is_unknown_does_nothing(bench: Bench) -> None:
+    """Unknown and ended ids are ignored."""
+    bench.engine.cancel("never")
+    answer = bench.ask("a", [1])
+    await answer.end()
+    bench.engine.cancel("a")
+    assert (await bench.ask("a", [1]).end()).finish_reason is FinishReason.LENGTH
+
+
+async def test_experts_that_come_back_change_no_token(bench: Bench) -> None:
+    """Requests are held while an expert is missing and go on with a newer map, KV kept."""
+    bench.port.pause((2, 7))
+    answer = bench.ask("a", range(10), max_tokens=5)
+    await bench.until(EngineStats(1, 0, 3, 16, 1, 4))
+    bench.port.pause()
+    bench.engine.map_changed()
+    assert (await answer.end()).finish_reason is FinishReason.LENGTH
+    assert answer.token_ids == continuation(range(10), 5)
+    assert bench.port.worker.num_openings == 1
+
+
+async def test_an_abandoned_step_is_retried_without_news(bench: Bench) -> None:
+    """Every 200 ms the step is tried again, though no newer map was announced."""
+    bench.port.pause((0, 0))
+    answer = bench.ask("a", range(3))
+    await bench.until(EngineStats(1, 0, 1, 16, 1, 4))
+    bench.port.pause()
+    await answer.end()
+    assert answer.token_ids == continuation(range(3), 4)
+
+
+async def test_after_the_hold_time_requests_end_with_the_experts_named(bench: Bench) -> None:
+    """A request whose experts do not come back ends with a clear error, and nothing leaks."""
+    bench.port.pause((2, 7), (2, 8))
+    started = time.monotonic()
+    last = await bench.ask("a", range(3)).end()
+    assert 0.5 <= time.monotonic() - started < 2.0
+    assert last.finish_reason is FinishReason.ERROR
+    assert isinstance(last.error, ExpertUnavailableError)
+    assert last.error.missing == ((2, 7), (2, 8))
+    assert "expert worker w1 is gone" in str(last.error)
+    await bench.until(IDLE)
+    bench.port.pause()
+    assert (await bench.ask("b", [1]).end()).finish_reason is FinishReason.LENGTH
+
+
+async def test_a_held_request_can_be_cancelled(bench: Bench) -> None:
+    """A cancel gets through while requests are held, without waiting for the experts."""
+    bench.port.pause((0, 0))
+    answer = bench.ask("a", range(3))
+    await bench.until(EngineStats(1, 0, 1, 16, 1, 4))
+    bench.engine.cancel("a")
+    await bench.until(IDLE)
+    assert (await answer.end()).finish_reason is FinishReason.ABORT
+
+
+async def test_a_failed_step_ends_only_its_requests(bench: Bench) -> None:
+    """Requests of the failed step end with its message; one that waits goes on."""
+    bench.port.gate.clear()
+    bench.port.fail_next("the device is on fire")
+    hit = bench.ask("hit", range(8))
+    await bench.hold_step()
+    spared = bench.ask("spared", range(3))
+    bench.port.gate.set()
+    error = (await hit.end()).error
+    assert isinstance(error, EngineError)
+    assert str(error) == "step failed: the device is on fire"
+    await spared.end()
+    assert spared.token_ids == continuation(range(3), 4)
+    assert bench.port.restarts == []
+
+
+async def test_steps_that_keep_failing_restart_the_attention_worker(bench: Bench) -> None:
+    """After three failures in a row the attention worker starts over."""
+    bench.port.fail_next("no", "no", "no")
+    for name in "abc":
+        assert (await bench.ask(name, [1]).end()).finish_reason is FinishReason.ERROR
+    await bench.until_ready(True)
+    answer = bench.ask("d", [1])
+    await answer.end()
+    assert bench.port.restarts == ["3 steps failed in a row"]
+    assert answer.token_ids == continuation([1], 4)
+
+
+async def test_nonfinite_logits_end_only_their_request(bench: Bench) -> None:
+    """The request in the spoiled slot ends with an error, its neighbour goes on."""
+    bench.port.gate.clear()
+    bench.port.spoil(0)
+    spoiled, other = bench.ask("spoiled", range(3)), bench.ask("other", range(4))
+    bench.port.gate.set()
+    error = (await spoiled.end()).error
+    assert isinstance(error, EngineError)
+    assert "not a finite number" in str(error)
+    await other.end()
+    assert other.token_ids == continuation(range(4), 4)
+
+
+async def test_losing_the_attention_worker_ends_running_requests(bench: Bench) -> None:
+    """Running requests end with the reason, waiting ones are served by the next life."""
+    bench.port.gate.clear()
+    bench.port.lose_next("attention-worker-0 was killed by SIGKILL")
+    runs = [bench.ask(f"r{i}", [i], max_tokens=9) for i in range(4)]
+    await bench.hold_step()
+    waits = bench.ask("waits", range(3))
+    bench.port.gate.set()
+    error = (await runs[0].end()).error
+    assert isinstance(error, EngineError)
+    assert "was killed by SIGKILL" in str(error)
+    await waits.end()
+    assert waits.token_ids == continuation(range(3), 4)
+    assert bench.engine.ready
+
+
+async def test_the_death_of_an_idle_attention_worker_is_noticed(bench: Bench) -> None:
+    """Without requests too: not ready, requests refused at once, ready again afterwards."""
+    bench.port.auto_restart = False
+    bench.port.die()
+    await bench.until_ready(False)
+    assert bench.port.restarts == ["attention worker ended"]
+    with pytest.raises(OverloadedError, match="restarting"):
+        bench.ask("a", [1])
+    bench.port.revive(LIMITS)
+    await bench.until_ready(True)
+    assert (await bench.ask("a", [1]).end()).finish_reason is FinishReason.LENGTH
+
+
+async def test_a_full_queue_refuses_requests(bench: Bench) -> None:
+    """Beyond the free slots and the queue's bound a request is refused, with a time to retry."""
+    bench.port.gate.clear()
+    answers = [bench.ask("r0", [0], max_tokens=1)]
+    await bench.hold_step()
+    with pytest.raises(OverloadedError, match="requests are waiting, the limit is") as refused:
+        for index in range(1, 20):
+            answers.append(bench.ask(f"r{index}", [index], max_tokens=1))
+    assert refused.value.retry_after_s > 0
+    assert len(answers) >= 1 + 3
+    bench.port.gate.set()
+    for answer in answers:
+        await answer.end()
+    assert (await bench.ask("again", [1]).end()).finish_reason is FinishReason.LENGTH
+
+
+async def test_waiting_tokens_are_bounded_too(bench: Bench) -> None:
+    """Few but long prompts are refused as well; a single one of any length is taken."""
+    bench.port.gate.clear()
+    bench.ask("r0", [0], max_tokens=1)
+    await bench.hold_step()
+    long = bench.ask("long", range(50), max_tokens=1)
+    with pytest.raises(OverloadedError, match="50 prompt tokens are waiting"):
+        bench.ask("more", range(50))
+    bench.port.gate.set()
+    assert (await long.end()).finish_reason is FinishReason.LENGTH
+
+
+async def test_bad_requests_are_refused_at_the_door(bench: Bench) -> None:
+    """A prompt that can never fit, and an id in use."""
+    with pytest.raises(ContextLengthError, match="64"):
+        bench.ask("a", range(64))
+    bench.port.gate.clear()
+    answer = bench.ask("a", [1])
+    with pytest.raises(RequestError, match="'a' is in use"):
+        bench.ask("a", [2])
+    bench.port.gate.set()
+    await answer.end()
+
+
+async def test_a_mistake_of_ours_leaves_nobody_hanging(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the engine itself fails, requests end with an error and it goes on."""
+
+    def broken(token_ids: Sequence[int]) -> int:
+        raise ZeroDivisionError("a bug")
+
+    bench.port.token_of = broken
+    error = (await bench.ask("a", [1]).end()).error
+    assert isinstance(error, EngineError)
+    bench.port.token_of = next_token
+    await bench.until_ready(True)
+    assert (await bench.ask("b", [1]).end()).finish_reason is FinishReason.LENGTH
+    assert "the engine failed" in caplog.text
+
+
+async def test_a_sink_that_fails_does_not_harm_others(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception in one sink is logged; other requests get their outputs."""
+
+    def bad_sink(output: RequestOutput) -> None:
+        raise ValueError("a bad sink")
+
+    params = SamplingParams(max_tokens=2, temperature=0)
+    bench.engine.submit(GenerationRequest("bad", (1,), params, bad_sink, time.monotonic()))
+    answer = bench.ask("good", [1])
+    await answer.end()
+    assert answer.token_ids == continuation([1], 4)
+    assert "the sink of request bad failed" in caplog.text
+
+
+async def test_the_observer_hears_of_a_request(bench: Bench) -> None:
+    """Start, first token, next tokens, end: in order, once each."""
+    await bench.ask("a", [1, 2], max_tokens=3).end()
+    await bench.until(IDLE)
+    assert bench.observer.events == [
+        "started a",
+        "first a",
+        "next a",
+        "next a",
+        "finished a length 3",
+    ]
+    assert bench.observer.step_times == [0.001] * 3
+
+
+async def test_stopping_ends_requests_with_an_error() -> None:
+    """At the end requests that run or wait get an error, and no new one is taken."""
+    async for bench in running(EngineSettings()):
+        bench.port.gate.clear()
+        answers = [bench.ask(f"r{i}", [i], max_tokens=60) for i in range(6)]
+        await bench.hold_step()
+        assert not bench.engine.stop(0.01)
+        bench.port.gate.set()
+        for answer in answers:
+            error = (await answer.end()).error
+            assert isinstance(error, EngineError)
+            assert str(error) == "the server is shutting down"
+        with pytest.raises(OverloadedError, match="shutting down"):
+            bench.ask("late", [1])
+
+
+async def test_an_idle_engine_does_not_run(bench: Bench) -> None:
+    """Without work no turn is made: the thread's CPU time stands still."""
+    await bench.ask("a", [1]).end()
+    await bench.until(IDLE)
+    native_id = next(t.native_id for t in threading.enumerate() if t.name == "engine")
+    clock = time.pthread_getcpuclockid(
+        next(t.ident for t in threading.enumerate() if t.native_id == native_id and t.ident)
+    )
+    before = time.clock_gettime(clock)
+    await asyncio.sleep(0.3)
+    assert time.clock_gettime(clock) - before < 0.01
