@@ -69,6 +69,22 @@ class Oracle:
         result: npt.NDArray[np.float32] = output.logits[0].float().numpy()
         return result
 
+    def follow(self, prompt: Sequence[int], answer: Sequence[int]) -> Continuation:
+        """What the reference would choose after the prompt and each piece of the answer.
+
+        Equal to `greedy(prompt, len(answer))` if, and only if, its tokens are those of the answer;
+        one pass over all tokens instead of one per token.
+        """
+        logits_TV = torch.from_numpy(self.logits([*prompt, *answer][:-1])[len(prompt) - 1 :])
+        token_ids_T = logits_TV.argmax(-1)
+        best_T2 = logits_TV.topk(2).values
+        logprobs_TV = logits_TV.log_softmax(-1)
+        return Continuation(
+            tuple(token_ids_T.tolist()),
+            logprobs_TV.gather(1, token_ids_T[:, None])[:, 0].numpy(),
+            (best_T2[:, 0] - best_T2[:, 1]).numpy(),
+        )
+
     def routing(self, token_ids: Sequence[int], top_k: int) -> list[npt.NDArray[np.int64]]:
         """[T, K] experts of each token, for each MoE layer, from the gate's own logits."""
         with torch.inference_mode():
