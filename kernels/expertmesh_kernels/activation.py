@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from expertmesh.model_config import Activation
 from expertmesh_kernels.cpu.mlp import silu_times
 from expertmesh_kernels.host import as_array
-from torch import Tensor
 
 
 def gated_activation(gate_up_R2I: Tensor, activation: Activation) -> Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from expertmesh_kernels.cpu.combine import combine as cpu_combine
-from expertmesh_kernels.host import as_array, as_input
 from numpy.typing import NDArray
 from torch import Tensor
+
+from expertmesh_kernels.cpu.combine import combine as cpu_combine
+from expertmesh_kernels.host import as_array, as_input
 
 
 def combine(outputs_SH: Tensor, weights_TK: NDArray[np.float32]) -> Tensor:
@@ -33,5 +34,5 @@ def combine(outputs_SH: Tensor, weights_TK: NDArray[np.float32]) -> Tensor:
 def combine_reference(outputs_SH: Tensor, weights_TK: NDArray[np.float32]) -> Tensor:
     """What `combine` computes, in PyTorch."""
     weights = torch.from_numpy(np.array(weights_TK)).to(outputs_SH.device)
-    outputs_TKH = outputs_SH.float().unflatten(0, tuple(weights_TK.shape))
+    outputs_TKH = outputs_SH.float().view(*weights_TK.shape, outputs_SH.shape[1])
     return (outputs_TKH * weights[:, :, None]).sum(1).to(outputs_SH.dtype)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import check_activation, gated_activation_reference
 from expertmesh_kernels.cpu.mlp import gated_mlp as cpu_gated_mlp
 from expertmesh_kernels.host import as_array, as_input
 from expertmesh_kernels.linear import PackedLinear, linear_reference
-from numpy.typing import NDArray
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,8 @@ def grouped_mlp(
 
 def _pairs_by_expert(expert_of_pair_N: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
     """The pairs of each expert that occurs, in ascending order."""
-    order = np.argsort(expert_of_pair_N, kind="stable")
-    sorted_experts = expert_of_pair_N[order]
-    starts = np.flatnonzero(np.diff(sorted_experts, prepend=-1))
-    return [
-        (int(sorted_experts[start]), pairs)
-        for start, pairs in zip(starts, np.split(order, starts[1:]), strict=True)
-    ] if len(order) else []
+    experts = np.unique(expert_of_pair_N).tolist()
+    return [(expert, np.flatnonzero(expert_of_pair_N == expert)) for expert in experts]
 
 
 def _run_cpu(
@@ -98,8 +94,9 @@ def _run_cpu(
     if x.shape[1] != gate_up.in_features:
         raise ValueError(f"x has {x.shape[1]} features, expected {gate_up.in_features}")
     cpu_gated_mlp(
-        x, rows, gate_up.panels, gate_up.bias, down.panels, down.bias, down.in_features, out, out_rows
-    )
+        x, rows, gate_up.panels, gate_up.bias, down.panels, down.bias, down.in_features,
+        out, out_rows,
+    )  # fmt: skip
 
 
 def gated_mlp_reference(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:

@@ -6,17 +6,22 @@ them which it is.
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import numpy as np
 import torch
-from expertmesh.model_config import DtypeName
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
+
+from expertmesh.model_config import DtypeName
 
 TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
@@ -35,7 +40,7 @@ def to_torch(array: NDArray[np.generic], stored: DtypeName, dtype: torch.dtype) 
     return values.to(dtype)
 
 
-def as_array(tensor: Tensor) -> NDArray[np.generic]:
+def as_array(tensor: Tensor) -> NDArray[Any]:
     """The memory of a contiguous CPU tensor as kernels see it; a tensor that isn't is copied."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     if not tensor.is_contiguous():
@@ -44,7 +49,7 @@ def as_array(tensor: Tensor) -> NDArray[np.generic]:
     return (tensor if bits is None else tensor.view(bits)).numpy()
 
 
-def as_rows(tensor: Tensor) -> tuple[NDArray[np.generic], int]:
+def as_rows(tensor: Tensor) -> tuple[NDArray[Any], int]:
     """The memory of a tensor [T, ...] with contiguous rows, flat, and the distance of two rows.
 
     A column slice of a larger tensor is not copied, so kernels can write through it.
@@ -56,15 +61,15 @@ def as_rows(tensor: Tensor) -> tuple[NDArray[np.generic], int]:
     row_len = tensor[0].numel() if num_rows else 0
     stride = tensor.stride(0) if num_rows > 1 else row_len
     if num_rows and not tensor[0].is_contiguous():
-        raise ValueError(f"rows of strides {tensor.stride()} are not contiguous; expected them to be")
+        raise ValueError(f"strides are {tensor.stride()}, expected contiguous rows")
     span = (num_rows - 1) * stride + row_len if num_rows else 0
     return as_array(tensor.as_strided((span,), (1,))), stride
 
 
-def as_input(array: NDArray[np.generic], dtype: DTypeLike) -> NDArray[np.generic]:
+def as_input(array: NDArray[np.generic], dtype: type[Scalar]) -> NDArray[Scalar]:
     """An array as kernels expect their index inputs: of the dtype, contiguous and writable.
 
     A read-only array is another type to Numba and would compile the kernel again.
     """
-    array = np.ascontiguousarray(array, dtype)
-    return array if array.flags.writeable else array.copy()
+    converted = np.ascontiguousarray(array, dtype)
+    return converted if converted.flags.writeable else converted.copy()

@@ -11,11 +11,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from expertmesh_kernels.cpu.linear import linear as cpu_linear
 from expertmesh_kernels.cpu.tile import PANEL
 from expertmesh_kernels.host import as_array
-from numpy.typing import NDArray
-from torch import Tensor
 
 _NO_BIAS = np.empty(0, np.float32)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from expertmesh_kernels.cpu.norm import rms_norm as cpu_rms_norm
 from expertmesh_kernels.host import as_array
-from torch import Tensor
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

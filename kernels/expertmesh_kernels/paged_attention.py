@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from expertmesh_kernels.cpu.attention import paged_attention as cpu_paged_attention
 from expertmesh_kernels.cpu.attention import write_kv as cpu_write_kv
 from expertmesh_kernels.host import as_array, as_input, as_rows
-from numpy.typing import NDArray
-from torch import Tensor
 
 _UNLIMITED = 1 << 40
 

@@ -8,11 +8,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from expertmesh.model_config import RopeConfig
 from expertmesh_kernels.cpu.rope import apply_rope as cpu_apply_rope
 from expertmesh_kernels.host import as_array, as_input, as_rows
-from numpy.typing import NDArray
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class RopeTable:
     sin_LD: Tensor
 
     @cached_property
-    def arrays(self) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+    def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Both as CPU kernels take them."""
         return as_array(self.cos_LD), as_array(self.sin_LD)
 

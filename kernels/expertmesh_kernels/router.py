@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from expertmesh.model_config import GateConfig
 from expertmesh_kernels.cpu.router import softmax_topk
 from expertmesh_kernels.host import as_array
-from numpy.typing import NDArray
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from expertmesh_kernels.cpu.sampling import LOWEST_LOGPROB
 from expertmesh_kernels.cpu.sampling import sample as cpu_sample
 from expertmesh_kernels.cpu.sampling import top_logprobs as cpu_top_logprobs
 from expertmesh_kernels.host import as_array, as_input
-from numpy.typing import NDArray
-from torch import Tensor
 
 
 def sample(

@@ -1,1 +1,1 @@
-"""Numba kernels. Each takes plain arrays, allocates little, and runs on one thread without the GIL."""
+"""Numba kernels. Each takes plain arrays, and runs on one thread without the GIL."""

@@ -15,11 +15,12 @@ Adjacent rows of one sequence (a prefill chunk) share the loads of keys and valu
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import exp, narrow_like
 from expertmesh_kernels.cpu.storage import lane_max, lane_sum, widen_short
 from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
-from numpy.typing import NDArray
 
 MAX_QUERIES = 24
 """Query vectors (rows x heads of one group) that share loads; bounds the scratch."""
@@ -102,7 +103,7 @@ def paged_attention(
     while t < num_rows:
         rows = _run_length(sequence_of_row_T, positions_T, t, max_rows)
         table = block_tables_SB[sequence_of_row_T[t]]
-        first = np.int64(positions_T[t])
+        first = int(positions_T[t])
         for kv_head in range(num_kv_heads):
             head = kv_head * group
             for r in range(rows):
@@ -139,11 +140,11 @@ def _run_length(
 
 @njit
 def _scratch_keys(positions_T: NDArray[np.int32], window: int, max_rows: int) -> int:
-    """Keys of the longest visible range of a run of rows, in whole panels plus one for alignment."""
-    longest = np.int64(0)
+    """Keys of the longest visible range of a run, in whole panels plus one for alignment."""
+    longest = 0
     for t in range(positions_T.size):
-        longest = max(longest, np.int64(positions_T[t]) + 1)
-    longest = min(longest, np.int64(window) + max_rows)
+        longest = max(longest, int(positions_T[t]) + 1)
+    longest = min(longest, int(window) + max_rows)
     return (-(-longest // PANEL) + 1) * PANEL
 
 
@@ -170,7 +171,7 @@ def _scores(
     scores: NDArray[np.float32],
     room: int,
 ) -> None:
-    """scores[m * room + j - origin] for all keys of the run's panels; some are beyond a row's end."""
+    """scores[m * room + j - origin] for all keys of the run, some beyond a row's own range."""
     head_dim = k_shape[2]
     origin = _first_panel(first, window)
     end = first + rows
@@ -198,14 +199,14 @@ def _load_keys(
     end: int,
     panel: NDArray[np.float32],
 ) -> None:
-    """panel[d * 64 + j - begin] = k[j, d]; lanes from `end` on keep old values, which no one reads."""
+    """panel[d * 64 + j - begin] = k[j, d]; lanes from `end` on are left as they are."""
     _, num_kv_heads, head_dim, block_size = k_shape
     j = begin
     while j < end:
         index = j // block_size
         offset = j - index * block_size
         count = min(block_size - offset, end - j)
-        at = (np.int64(table[index]) * num_kv_heads + kv_head) * head_dim * block_size + offset
+        at = (int(table[index]) * num_kv_heads + kv_head) * head_dim * block_size + offset
         for d in range(head_dim):
             widen_short(k_flat, at + d * block_size, count, panel, d * PANEL + j - begin)
         j += count
@@ -249,7 +250,7 @@ def _weighted_sums(
     panel: NDArray[np.float32],
     acc: NDArray[np.float32],
 ) -> None:
-    """acc[column panel, m, c]: chains over each row's visible keys, no further, in ascending order."""
+    """acc[column panel, m, c]: chains over each row's visible keys, ascending."""
     num_queries = rows * group
     num_panels = -(-k_shape[2] // PANEL)
     origin = _first_panel(first, window)
@@ -285,16 +286,14 @@ def _load_values(
     end: int,
     panel: NDArray[np.float32],
 ) -> None:
-    """panel[p * 64 * 64 + (j - begin) * 64 + c] = v[j, 64 p + c]; unused columns stay as they are."""
+    """panel[p * 64 * 64 + (j - begin) * 64 + c] = v[j, 64 p + c]."""
     _, num_kv_heads, head_dim, block_size = k_shape
     for j in range(begin, end):
         index = j // block_size
-        row = (np.int64(table[index]) * num_kv_heads + kv_head) * block_size + j - index * block_size
+        row = (int(table[index]) * num_kv_heads + kv_head) * block_size + j % block_size
         for column in range(0, head_dim, PANEL):
             count = min(PANEL, head_dim - column)
-            widen_short(
-                v_flat, row * head_dim + column, count, panel, (column + j - begin) * PANEL
-            )
+            widen_short(v_flat, row * head_dim + column, count, panel, (column + j - begin) * PANEL)
 
 
 @njit

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.storage import narrow_into, widen_into
 from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
-from numpy.typing import NDArray
 
 WIDEN_FROM_ROWS = 2 * MAX_ROWS + 1
 """From so many rows on it pays to convert a 16-bit panel once instead of once per tile."""

@@ -1,12 +1,13 @@
-"""Gated FFN of one expert over chosen rows, fused: gather, gate and up, activation, down, scatter."""
+"""Gated FFN of one expert over chosen rows, fused from gather to scatter."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import linear
 from expertmesh_kernels.cpu.primitives import exp, narrow_like, widen
-from numpy.typing import NDArray
 
 
 @njit

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import fma, narrow_like, widen
-from numpy.typing import NDArray
 
 _LANES = 16
 
@@ -46,4 +47,4 @@ def _sum_of_squares(wide: NDArray[np.float32], sums: NDArray[np.float32]) -> np.
     for step in (8, 4, 2, 1):
         for lane in range(step):
             sums[lane] += sums[lane + step]
-    return sums[0]
+    return np.float32(sums[0])

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-from expertmesh_kernels.cpu.jit import intrinsic, njit
 from llvmlite import ir
 from numba import types
-from numpy.typing import NDArray
+
+from expertmesh_kernels.cpu.jit import intrinsic, njit
 
 _FLOAT = ir.FloatType()
 _HALF = ir.HalfType()
@@ -75,7 +75,7 @@ def _narrow_typing(_context: Any, value: Any, like: Any) -> Any:
 
 
 def _narrow_bfloat16_ir(builder: Any, value: Any) -> Any:
-    """Emit the rounding to nearest, ties to even; NaN becomes the quiet NaN 0x7fc0, as in PyTorch."""
+    """Emit rounding to nearest, ties to even; NaN becomes 0x7fc0, as in PyTorch."""
     bits = builder.bitcast(value, _INT32)
     is_odd = builder.and_(builder.lshr(bits, _INT32(16)), _INT32(1))
     rounded = builder.add(bits, builder.add(is_odd, _INT32(0x7FFF)))
@@ -103,15 +103,15 @@ def widen_ir(builder: Any, value: Any, stored: Any, wide: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(value, integers), shift), wide)
 
 
-fma = cast(Callable[[float, float, float], np.float32], intrinsic(_fma_typing))
+fma = cast(Callable[..., np.float32], intrinsic(_fma_typing))
 """x * y + z in FP32 with one rounding."""
-float_bits = cast(Callable[[float], np.int32], intrinsic(_bits_typing))
-float_from_bits = cast(Callable[[int], np.float32], intrinsic(_from_bits_typing))
-_double_bits = cast(Callable[[float], np.int64], intrinsic(_bits64_typing))
-_double_from_bits = cast(Callable[[int], np.float64], intrinsic(_from_bits64_typing))
-widen = cast(Callable[[Any], np.float32], intrinsic(_widen_typing))
+float_bits = cast(Callable[..., np.int32], intrinsic(_bits_typing))
+float_from_bits = cast(Callable[..., np.float32], intrinsic(_from_bits_typing))
+_double_bits = cast(Callable[..., np.int64], intrinsic(_bits64_typing))
+_double_from_bits = cast(Callable[..., np.float64], intrinsic(_from_bits64_typing))
+widen = cast(Callable[..., np.float32], intrinsic(_widen_typing))
 """A stored element (float32, bfloat16 as uint16, float16 as int16) as FP32, exactly."""
-narrow_like = cast(Callable[[float, NDArray[np.generic]], Any], intrinsic(_narrow_typing))
+narrow_like = cast(Callable[..., Any], intrinsic(_narrow_typing))
 """FP32 rounded to nearest, ties to even, as the element type of an array."""
 
 _LOG2_E = np.float32(1.44269504088896341)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import exp
-from numpy.typing import NDArray
 
 
 @njit

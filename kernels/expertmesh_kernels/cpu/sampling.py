@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import exp, float_bits, log
 from expertmesh_kernels.cpu.storage import lane_max
-from numpy.typing import NDArray
 
 LOWEST_LOGPROB = np.float32(-9999.0)
 """Stands for minus infinity, which JSON cannot carry."""
@@ -165,7 +166,7 @@ def _sum_from(weights: NDArray[np.float32], bits: int) -> float:
     for step in (8, 4, 2, 1):
         for lane in range(step):
             lanes[lane] += lanes[lane + step]
-    return lanes[0]
+    return float(lanes[0])
 
 
 @njit

@@ -1,12 +1,13 @@
-"""Loops between stored arrays (float32, bfloat16 as uint16, float16 as int16) and FP32 scratch."""
+"""Loops between stored arrays and FP32 scratch, and reductions in a fixed order."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
+
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
 from expertmesh_kernels.cpu.tile import widen_16
-from numpy.typing import NDArray
 
 
 @njit
@@ -60,7 +61,7 @@ def lane_sum(values: NDArray[np.float32]) -> np.float32:
     for step in (8, 4, 2, 1):
         for lane in range(step):
             lanes[lane] += lanes[lane + step]
-    return lanes[0]
+    return np.float32(lanes[0])
 
 
 @njit
@@ -76,4 +77,4 @@ def lane_max(values: NDArray[np.float32]) -> np.float32:
         lanes[i - whole] = values[i] if values[i] > lanes[i - whole] else lanes[i - whole]
     for lane in range(1, 16):
         lanes[0] = lanes[lane] if lanes[lane] > lanes[0] else lanes[0]
-    return lanes[0]
+    return np.float32(lanes[0])

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-from expertmesh_kernels.cpu.jit import intrinsic, njit
-from expertmesh_kernels.cpu.primitives import widen_ir
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils as untyped_cgutils
 from numpy.typing import NDArray
+
+from expertmesh_kernels.cpu.jit import intrinsic, njit
+from expertmesh_kernels.cpu.primitives import widen_ir
+
+cgutils: Any = untyped_cgutils
 
 PANEL = 64
 """Columns of a panel."""
@@ -25,7 +28,9 @@ MAX_ROWS = 6
 
 _LANES = 16
 _VECTORS = PANEL // _LANES
-_WIDE = ir.VectorType(ir.FloatType(), _LANES)
+_FLOAT = ir.FloatType()
+_INT32 = ir.IntType(32)
+_WIDE = ir.VectorType(_FLOAT, _LANES)
 
 _PREFETCH_UP_TO_ROWS = 4
 _PREFETCH_BYTES = 1024
@@ -42,7 +47,7 @@ def _make_tile(rows: int) -> Tile:
     """
 
     def typing(
-        _context: Any, x: Any, _x_at: Any, _x_stride: Any, w: Any, _w_at: Any, _k: Any, acc: Any, _: Any
+        _context: Any, x: Any, _1: Any, _2: Any, w: Any, _4: Any, _5: Any, acc: Any, _7: Any
     ) -> Any:
         at = types.intp
         return types.void(x, at, at, w, at, at, acc, at), codegen
@@ -80,10 +85,7 @@ def _emit_tile(
         if rows <= _PREFETCH_UP_TO_ROWS:
             _emit_prefetch(builder, w_k, w_dtype)
         columns = [_load_weights(builder, w_k, v, w_dtype) for v in range(_VECTORS)]
-        scalars = [
-            _broadcast(builder, builder.load(builder.gep(x, [_row_offset(builder, x_stride, r, k)])))
-            for r in range(rows)
-        ]
+        scalars = [_load_scalar(builder, x, x_stride, r, k) for r in range(rows)]
         for (r, v), total in zip(_grid(rows), sums, strict=True):
             builder.store(builder.call(fma, [scalars[r], columns[v], builder.load(total)]), total)
     for place, total in zip(places, sums, strict=True):
@@ -93,35 +95,34 @@ def _emit_tile(
 def _emit_prefetch(builder: Any, w_k: Any, w_dtype: Any) -> None:
     """Ask for weights `_PREFETCH_BYTES` ahead; an address past the end is harmless."""
     byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte] + [ir.IntType(32)] * 3)
+    kind = ir.FunctionType(ir.VoidType(), [byte] + [_INT32] * 3)
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     base = builder.bitcast(w_k, byte)
     for line in range(0, PANEL * element_size(w_dtype), _CACHE_LINE):
         address = builder.gep(base, [ir.IntType(64)(_PREFETCH_BYTES + line)])
-        builder.call(prefetch, [address, *(ir.IntType(32)(flag) for flag in (0, 3, 1))])
+        builder.call(prefetch, [address, *(_INT32(flag) for flag in (0, 3, 1))])
 
 
 def _grid(rows: int) -> list[tuple[int, int]]:
     return [(r, v) for r in range(rows) for v in range(_VECTORS)]
 
 
-def _row_offset(builder: Any, x_stride: Any, row: int, k: Any) -> Any:
-    return builder.add(builder.mul(x_stride, ir.Constant(x_stride.type, row)), k)
+def _load_scalar(builder: Any, x: Any, x_stride: Any, row: int, k: Any) -> Any:
+    """x[row * x_stride + k] in all lanes."""
+    at = builder.add(builder.mul(x_stride, ir.Constant(x_stride.type, row)), k)
+    undefined = ir.Constant(_WIDE, ir.Undefined)
+    first = builder.insert_element(undefined, builder.load(builder.gep(x, [at])), _INT32(0))
+    mask = ir.Constant(ir.VectorType(_INT32, _LANES), [0] * _LANES)
+    return builder.shuffle_vector(first, undefined, mask)
 
 
-def _broadcast(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(_WIDE, ir.Undefined), scalar, ir.IntType(32)(0))
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
-    return builder.shuffle_vector(first, ir.Constant(_WIDE, ir.Undefined), mask)
-
-
-def _vector_at(builder: Any, pointer: Any, offset: int, element: Any = ir.FloatType()) -> Any:  # noqa: B008
+def _vector_at(builder: Any, pointer: Any, offset: int, element: Any = _FLOAT) -> Any:
     address = builder.gep(pointer, [ir.IntType(64)(offset)])
     return builder.bitcast(address, ir.VectorType(element, _LANES).as_pointer())
 
 
 def _load_weights(builder: Any, w_k: Any, vector: int, dtype: Any) -> Any:
-    element = ir.FloatType() if dtype == types.float32 else ir.IntType(16)
+    element = _FLOAT if dtype == types.float32 else ir.IntType(16)
     place = _vector_at(builder, w_k, _LANES * vector, element)
     return widen_ir(builder, builder.load(place, align=element_size(dtype)), dtype, _WIDE)
 
@@ -131,9 +132,7 @@ def element_size(dtype: Any) -> int:
     return 4 if dtype == types.float32 else 2
 
 
-def _widen_typing(
-    _context: Any, stored: Any, _stored_at: Any, wide: Any, _wide_at: Any
-) -> Any:
+def _widen_typing(_context: Any, stored: Any, _stored_at: Any, wide: Any, _wide_at: Any) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         source = _pointer(context, builder, stored, args[0], args[1])
         target = _pointer(context, builder, wide, args[2], args[3])

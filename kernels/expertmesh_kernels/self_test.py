@@ -1,0 +1,114 @@
+"""Start-up self-test: a fingerprint of the numerics of this machine, and proof of invariance.
+
+Two processes with the same fingerprint may serve copies of the same expert, or continue each
+other's requests, without changing a bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from expertmesh_kernels.grouped_mlp import ExpertWeights, grouped_mlp
+from expertmesh_kernels.host import as_array
+from expertmesh_kernels.linear import linear, pack_linear
+from expertmesh_kernels.norm import rms_norm
+from expertmesh_kernels.paged_attention import paged_attention, write_kv
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_ROWS = 20
+_HIDDEN = 72
+_BLOCKS = 5
+_BLOCK_SIZE = 16
+_HEAD_DIM = 24
+
+
+def numerics_fingerprint() -> bytes:
+    """Hash, 16 bytes, of the outputs of fixed inputs through the CPU kernels.
+
+    Raises:
+        RuntimeError: A row's result depends on the rows beside it, or is not finite.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for dtype in _DTYPES:
+        for name, output in _outputs(dtype):
+            if not bool(output.isfinite().all()):
+                raise RuntimeError(f"self-test: {name} in {dtype} gave values that are not finite")
+            digest.update(as_array(output).tobytes())
+    return digest.digest()
+
+
+def fixed_values(*shape: int, seed: int = 1) -> Tensor:
+    """Values in (-2, 2) from integer arithmetic alone, so equal on every machine; float32."""
+    count = int(np.prod(shape))
+    state = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
+    state = (state ^ (state >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (state >> np.uint64(42)).astype(np.int64) - (1 << 21)
+    return torch.from_numpy(values.astype(np.float32) * np.float32(2.0**-20)).reshape(shape)
+
+
+def _outputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Name and result of each op, with its invariance checked."""
+    x_RH = fixed_values(_ROWS, _HIDDEN).to(dtype)
+    packed = pack_linear(fixed_values(100, _HIDDEN, seed=2).to(dtype))
+    yield _invariant("linear", lambda rows: linear(x_RH[rows], packed))
+    norm_H = fixed_values(_HIDDEN, seed=3).to(dtype)
+    yield _invariant("norm", lambda rows: rms_norm(x_RH[rows], norm_H, 1e-5))
+    experts = {e: _expert(e, dtype) for e in range(2)}
+    yield _invariant("grouped_mlp", lambda rows: _run_experts(x_RH, rows, experts))
+    caches = _written_caches(dtype)
+    yield _invariant("attention", lambda rows: _run_attention(rows, dtype, *caches))
+
+
+def _invariant(name: str, run: Callable[[NDArray[np.int64]], Tensor]) -> tuple[str, Tensor]:
+    """All rows at once, compared with the same rows in other company and order."""
+    all_rows = np.arange(_ROWS)
+    together = run(all_rows)
+    for rows in (all_rows[:1], all_rows[5:9], all_rows[::-1].copy()):
+        if not torch.equal(run(rows), together[torch.from_numpy(rows)]):
+            raise RuntimeError(f"self-test: {name} depends on neighbouring rows")
+    return name, together
+
+
+def _expert(expert: int, dtype: torch.dtype) -> ExpertWeights:
+    return ExpertWeights(
+        pack_linear((fixed_values(80, _HIDDEN, seed=4 + expert) / 8).to(dtype)),
+        pack_linear((fixed_values(_HIDDEN, 40, seed=6 + expert) / 8).to(dtype)),
+    )
+
+
+def _run_experts(
+    x_RH: Tensor, rows: NDArray[np.int64], experts: dict[int, ExpertWeights]
+) -> Tensor:
+    return grouped_mlp(x_RH, rows, rows % len(experts), experts, "silu")
+
+
+def _written_caches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    k_cache = torch.zeros(_BLOCKS, 1, _BLOCK_SIZE, _HEAD_DIM, dtype=dtype)
+    v_cache = torch.zeros_like(k_cache)
+    length = _BLOCKS * _BLOCK_SIZE
+    k_TnD = fixed_values(length, 1, _HEAD_DIM, seed=8).to(dtype)
+    v_TnD = fixed_values(length, 1, _HEAD_DIM, seed=9).to(dtype)
+    write_kv(k_TnD, v_TnD, k_cache, v_cache, np.arange(length))
+    return k_cache, v_cache
+
+
+def _run_attention(
+    rows: NDArray[np.int64], dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """Queries at the last `_ROWS` positions of one sequence."""
+    positions_T = (rows + (_BLOCKS * _BLOCK_SIZE - _ROWS)).astype(np.int32)
+    q_TnD = fixed_values(_ROWS, 2, _HEAD_DIM, seed=10).to(dtype)[torch.from_numpy(rows)]
+    tables_SB = np.arange(_BLOCKS, dtype=np.int32)[None, ::-1].copy()
+    sequence_T = np.zeros(len(rows), np.int32)
+    out_TnD = paged_attention(
+        q_TnD, k_cache, v_cache, tables_SB, sequence_T, positions_T, scale=0.25, sliding_window=None
+    )
+    return out_TnD.flatten(1)
