@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
@@ -143,23 +143,25 @@ def sampling_params(
     )
 
 
-def check_token_ids(token_ids: object, vocab_size: int, param: str) -> tuple[int, ...]:
+def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) -> tuple[int, ...]:
     """Token ids of a prompt.
 
     Raises:
         RequestError: Something in the list is not a token id of the model.
     """
-    if not isinstance(token_ids, list | tuple) or not token_ids:
-        raise RequestError(f"{param} is empty", param=param, code="empty_prompt")
+    if not token_ids:
+        raise RequestError(f"{param} has no token ids", param=param, code="empty_prompt")
+    found: list[int] = []
     for index, token_id in enumerate(token_ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise RequestError(
-                f"{param}.{index} is {shown(token_id)}; expected a token id from 0 to "
+                f"{param} has {shown(token_id)} at index {index}; expected a token id from 0 to "
                 f"{vocab_size - 1}",
-                param=f"{param}.{index}",
-                code="invalid_token_id",
+                param=param,
+                code="invalid_token_id" if isinstance(token_id, int | float) else "invalid_value",
             )
-    return tuple(token_ids)
+        found.append(token_id)
+    return tuple(found)
 
 
 def convert(fields: Mapping[str, object], struct: type[StructT]) -> StructT:
@@ -175,6 +177,7 @@ def convert(fields: Mapping[str, object], struct: type[StructT]) -> StructT:
 
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?")
+_ENTRY_OF_STOP = re.compile(r"^(stop)\.\d+$")  # one parameter, however it is spelled
 _WRONG = re.compile(r"(.*) - at `\$\.(.*)`", re.DOTALL)
 
 
@@ -183,14 +186,15 @@ def _request_error(text: str, fields: Mapping[str, object]) -> RequestError:
     if missing := _MISSING.fullmatch(text):
         parent = _dotted(missing.group(2) or "")
         param = f"{parent}.{missing.group(1)}" if parent else missing.group(1)
-        return RequestError(f"{param} is missing", param=param, code="missing_parameter")
+        return RequestError(f"{param} is missing", param=param)
     found = _WRONG.fullmatch(text)
     if found is None:
         return RequestError("the request has an invalid value")
     expected, param = found.group(1).partition(", got ")[0], _dotted(found.group(2))
     expected = expected.replace("`", "").replace(" | null", "")
     expected = expected[0].lower() + expected[1:]
-    return RequestError(f"{param} is {shown(_lookup(fields, param))}; {expected}", param=param)
+    message = f"{param} is {shown(_lookup(fields, param))}; {expected}"
+    return RequestError(message, param=_ENTRY_OF_STOP.sub(r"\1", param))
 
 
 def _dotted(path: str) -> str:

@@ -106,6 +106,7 @@ class Tokenizer:
         """Text of token ids, special tokens left out; incomplete characters become U+FFFD."""
         return self._inner.decode(list(token_ids), skip_special_tokens=True)
 
+    @cached_property
     def max_token_len(self) -> int | None:
         """Most characters that one token can stand for; None if that cannot be known."""
         if self._inner.normalizer is not None:

@@ -1,0 +1,1 @@
+"""The OpenAI HTTP API: bodies, parameters, answers, event streams."""
