@@ -1,0 +1,97 @@
+"""An expert map together with the streams to its expert workers: immutable, replaced whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from attention_worker.expert_stream import ExpertStream
+from expertmesh.errors import ExpertUnavailableError
+from expertmesh.placement import ExpertMap
+
+Tried = Mapping[int, set[int]]
+"""Expert to the expert workers that failed it in this dispatch."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where a step's rows go."""
+
+    expert_map: ExpertMap
+    streams: tuple[ExpertStream, ...] = ()
+    """One per expert worker of the map, in its order."""
+    gateway: int = 0
+    """Incarnation of the gateway whose map it is."""
+
+    def choose(
+        self, layer: int, experts: Sequence[int], tried: Tried, *, detail: str = ""
+    ) -> npt.NDArray[np.int32]:
+        """[E] index of the expert worker to ask for each of `experts`.
+
+        Only `experts` have one after a failure (the others are -1), so that a retry sends no more.
+
+        Args:
+            layer: An MoE layer.
+            experts: Which experts.
+            tried: Expert workers not to ask.
+            detail: What failed before, for the error.
+
+        Raises:
+            ExpertUnavailableError: Some of them have no usable copy.
+        """
+        preferred_E: npt.NDArray[np.int32] = self.expert_map.choice[
+            self.expert_map.layer_slots[layer]
+        ]
+        if not tried and self._all_well() and bool((preferred_E[experts] >= 0).all()):
+            return preferred_E
+        table_E = np.full(self.expert_map.num_experts, -1, dtype=np.int32)
+        for expert in experts:
+            table_E[expert] = self._choose_one(layer, expert, int(preferred_E[expert]), tried)
+        missing = [(layer, expert) for expert in experts if table_E[expert] < 0]
+        if missing:
+            raise ExpertUnavailableError(missing, detail=detail or self._why(missing))
+        return table_E
+
+    def has_other_copies(
+        self, layer: int, experts: Iterable[int], worker: int, tried: Tried
+    ) -> bool:
+        """True if each of the experts could be asked elsewhere too."""
+        return self._has_copies and all(
+            any(other != worker for other in self._usable(layer, expert, tried))
+            for expert in experts
+        )
+
+    @cached_property
+    def _has_copies(self) -> bool:
+        return any(len(holders) > 1 for holders in self.expert_map.holders.values())
+
+    def _all_well(self) -> bool:
+        return all(stream.usable and not stream.suspect for stream in self.streams)
+
+    def name(self, worker: int) -> str:
+        """An expert worker, for messages."""
+        entry = self.streams[worker].worker
+        return f"expert worker {entry.worker_id} at {entry.address}"
+
+    def _choose_one(self, layer: int, expert: int, preferred: int, tried: Tried) -> int:
+        usable = self._usable(layer, expert, tried)
+        if preferred in usable:
+            return preferred
+        return usable[expert % len(usable)] if usable else -1
+
+    def _usable(self, layer: int, expert: int, tried: Tried) -> list[int]:
+        """Expert workers to ask; those that let a call time out only if there are no others."""
+        failed = tried.get(expert, ())
+        holders = self.expert_map.holders.get((layer, expert), ())
+        usable = [i for i in holders if i not in failed and self.streams[i].usable]
+        return [i for i in usable if not self.streams[i].suspect] or usable
+
+    def _why(self, missing: Sequence[tuple[int, int]]) -> str:
+        holders = {index for pair in missing for index in self.expert_map.holders.get(pair, ())}
+        if not holders:
+            return "no expert worker holds it" if self.streams else "no expert worker is known"
+        return "; ".join(self.streams[index].describe() for index in sorted(holders))

@@ -1,0 +1,291 @@
+"""The Forward stream to one life of one expert worker.
+
+Threads: `expert-stream-ID` opens the stream, reads replies and opens it again after a failure;
+gRPC's own sender takes messages from the outbox; the model thread submits calls and never waits
+for the network. One lock guards the tables. `close` ends both threads.
+
+    opening -> up -> down (all calls failed at once) -> up ...       usable unless down or refused
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import grpc
+
+from expertmesh.grpc_options import channel_options
+from expertmesh.placement import ExpertWorkerEntry
+from expertmesh.v1 import attention_service_pb2 as attention_pb
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.v1 import expert_service_pb2_grpc as rpc
+from expertmesh_kernels.dispatch import WorkerRows
+
+logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+DEFAULT_ROW_CREDITS = 4096  # of an expert worker that states none
+MAX_WAITING_CALLS = 64  # for row credits
+
+CallKey = tuple[int, int, int, int, int, int]
+Outbox = queue.SimpleQueue[pb.ForwardRequest | None]  # bounded: row credits bound what is in flight
+
+
+@dataclass(eq=False)
+class Call:
+    """One ForwardRequest and where its outcome goes. The stream's lock guards what changes."""
+
+    request: pb.ForwardRequest
+    rows: WorkerRows
+    """The part of the batch that it carries."""
+    limit_s: float
+    """When it counts as failed, on the monotonic clock."""
+    outcomes: queue.SimpleQueue[Outcome]
+    """Of the dispatch that it belongs to; bounded by its calls."""
+    sent_s: float = 0.0
+    abandoned: bool = False
+    """Nobody waits for the reply any more."""
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows, which use as many credits."""
+        return len(self.rows.row_ids_R)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended: a reply, not looked into yet, or the reason why there is none."""
+
+    call: Call
+    response: pb.ForwardResponse | None
+    reason: str = ""
+
+
+class ExpertStream:
+    """Calls to one expert worker; opens at once.
+
+    Args:
+        worker: Address, incarnation and credits, from the expert map.
+        max_message_bytes: Largest message in either direction.
+    """
+
+    def __init__(self, worker: ExpertWorkerEntry, max_message_bytes: int) -> None:
+        self.worker = worker
+        self.suspect = False
+        """A call timed out, and nothing came since: better ask another copy."""
+        self.num_late_replies = 0
+        """Replies that came too late or twice, and were dropped."""
+        self._max_message_bytes = max_message_bytes
+        self._lock = threading.Lock()
+        self._outbox: Outbox = queue.SimpleQueue()
+        self._stream: grpc.Call | None = None
+        self._waiting: deque[Call] = deque()
+        self._pending: dict[CallKey, Call] = {}
+        self._credits = worker.row_credits or DEFAULT_ROW_CREDITS
+        self._rows_in_flight = 0
+        self._down = ""
+        self._refused = ""
+        self._retired = False
+        self._closed = threading.Event()
+        self._seen = self._nothing_seen()
+        name = f"expert-stream-{worker.worker_id}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    # --- the model thread ---
+
+    @property
+    def usable(self) -> bool:
+        """True if a call may succeed."""
+        return not (self._down or self._refused or self._closed.is_set())
+
+    def describe(self) -> str:
+        """The expert worker, and what is wrong with it if something is."""
+        trouble = self._refused or self._down or ("closed" if self._closed.is_set() else "")
+        name = f"expert worker {self.worker.worker_id} at {self.worker.address}"
+        return f"{name}: {trouble}" if trouble else name
+
+    def submit(self, call: Call) -> None:
+        """Sends a call, now or when row credits allow; its outcome is put into its queue."""
+        with self._lock:
+            reason = self._why_not(call)
+            if not reason:
+                self._waiting.append(call)
+                self._send_waiting()
+        if reason:
+            call.outcomes.put(Outcome(call, None, reason))
+
+    def abandon(self, call: Call) -> None:
+        """Nobody waits for this call any more: a late reply only gives back its credits."""
+        with self._lock:
+            call.abandoned = True
+            self.suspect = True
+            if call in self._waiting:
+                self._waiting.remove(call)
+
+    def refuse(self, reason: str) -> None:
+        """Makes this life of the expert worker unusable for good: it said so itself."""
+        self._refused = self._refused or reason
+
+    def count_answer(self, call: Call, response: pb.ForwardResponse) -> None:
+        """Counts a call whose outputs were good."""
+        with self._lock:
+            self._seen.calls += 1
+            self._seen.rows_back += len(call.rows.expert_ids_N)
+            self._seen.bytes_back += len(response.outputs.data)
+            self._seen.compute_us += response.compute_us
+
+    def count_fault(self, reason: str) -> None:
+        """Counts a call that failed in whatever way."""
+        with self._lock:
+            self._seen.faults += 1
+            self._seen.last_fault = reason
+
+    # --- other threads ---
+
+    def observe(self) -> attention_pb.ExpertObservation | None:
+        """What was seen since the last time; None without news."""
+        with self._lock:
+            seen, self._seen = self._seen, self._nothing_seen()
+        return seen if seen != self._nothing_seen() else None
+
+    def retire(self) -> None:
+        """The expert map does not name it any more: it is not opened again after its end."""
+        self._retired = True
+
+    def close(self) -> None:
+        """Ends the stream and fails its calls; returns at once."""
+        self._closed.set()
+        with self._lock:
+            self._outbox.put(None)
+            if self._stream is not None:
+                self._stream.cancel()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of the thread after `close`."""
+        self._thread.join(timeout_s)
+
+    # --- sending; the lock is held ---
+
+    def _nothing_seen(self) -> attention_pb.ExpertObservation:
+        return attention_pb.ExpertObservation(
+            worker_id=self.worker.worker_id, incarnation=self.worker.incarnation
+        )
+
+    def _why_not(self, call: Call) -> str:
+        if not self.usable:
+            return self._refused or self._down or "the stream is closed"
+        if call.num_rows > self._credits:
+            return f"{call.num_rows} rows exceed its {self._credits} row credits"
+        if len(self._waiting) >= MAX_WAITING_CALLS:
+            return f"{MAX_WAITING_CALLS} calls wait for row credits already"
+        return ""
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            call = self._waiting[0]
+            if self._rows_in_flight + call.num_rows > self._credits:
+                return
+            self._waiting.popleft()
+            self._pending[call_key(call.request.id)] = call
+            self._rows_in_flight += call.num_rows
+            call.sent_s = time.monotonic()
+            self._seen.rows_out += call.num_rows
+            self._seen.bytes_out += len(call.request.hidden_states.data)
+            self._outbox.put(call.request)
+
+    # --- the stream's own thread ---
+
+    def _run(self) -> None:
+        options = channel_options(self._max_message_bytes)
+        backoff_s = MIN_BACKOFF_S
+        with grpc.insecure_channel(self.worker.address, options=options) as channel:
+            stub = rpc.ExpertServiceStub(channel)
+            while not self._closed.is_set():
+                was_up = self._serve(stub)
+                backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
+                if self._retired:
+                    return
+                self._closed.wait(backoff_s)
+
+    def _serve(self, stub: rpc.ExpertServiceStub) -> bool:
+        """One stream from open to end; True if it was up."""
+        was_up = False
+        outbox = self._outbox
+        stream = stub.Forward(iter(outbox.get, None))
+        with self._lock:
+            self._stream = stream
+            if self._closed.is_set():
+                stream.cancel()
+        reason = "it ended the stream"
+        try:
+            stream.initial_metadata()  # comes as soon as the stream is up
+            if was_up := stream.is_active():
+                self._set_up()
+            for response in stream:
+                self._take(response)
+        except grpc.RpcError as error:
+            reason = describe_failure(error)
+        self._fail_all(outbox, reason)
+        return was_up
+
+    def _set_up(self) -> None:
+        if self._down:
+            logger.info("expert worker %s: stream is up again", self.worker.worker_id)
+        self._down = ""
+        self.suspect = False
+
+    def _take(self, response: pb.ForwardResponse) -> None:
+        received_s = time.monotonic()
+        with self._lock:
+            self.suspect = False
+            call = self._pending.pop(call_key(response.id), None)
+            if call is None or call.abandoned:
+                self.num_late_replies += 1
+            if call is not None:
+                self._rows_in_flight -= call.num_rows
+                self._seen.round_trip_us += int((received_s - call.sent_s) * 1e6)
+            self._credits = response.row_credits or self._credits
+            self._send_waiting()
+        if call is not None and not call.abandoned:
+            call.outcomes.put(Outcome(call, response))
+
+    def _fail_all(self, outbox: Outbox, reason: str) -> None:
+        """Fails what is on its way, and makes an empty outbox for the next stream."""
+        outbox.put(None)  # ends gRPC's sender
+        with self._lock:
+            if not self._down and not self._closed.is_set() and not self._retired:
+                logger.warning("%s: %s", self.describe(), reason)
+            self._down = reason
+            self._outbox = queue.SimpleQueue()
+            failed = [*self._pending.values(), *self._waiting]
+            self._pending.clear()
+            self._waiting.clear()
+            self._rows_in_flight = 0
+        for call in failed:
+            if not call.abandoned:
+                call.outcomes.put(Outcome(call, None, reason))
+
+
+def call_key(call_id: pb.CallId) -> CallKey:
+    """What a reply is matched by."""
+    return (
+        call_id.gateway,
+        call_id.epoch,
+        call_id.step,
+        call_id.layer,
+        call_id.micro_batch,
+        call_id.attempt,
+    )
+
+
+def describe_failure(error: grpc.RpcError) -> str:
+    """Status and details of a failed RPC, in one line."""
+    if not isinstance(error, grpc.Call):
+        return str(error) or "the stream failed"
+    return f"{error.code().name}: {' '.join((error.details() or '').split())[:200]}"

@@ -1,0 +1,247 @@
+"""Where routed rows go: experts in this process, or expert workers over gRPC.
+
+The forward pass knows `ExpertClient` and `Pending` only. T tokens, K top-k, H hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from attention_worker.expert_routes import Routes
+from attention_worker.expert_stream import DEFAULT_ROW_CREDITS, ExpertStream
+from attention_worker.remote_call import Batch, RemoteCall
+from expert_worker.backend import ExpertBackend
+from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh.placement import ExpertMap, ExpertWorkerEntry
+from expertmesh.v1 import attention_service_pb2 as attention_pb
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import fingerprint64, incarnation, max_message_bytes
+from expertmesh_kernels.combine import combine
+from expertmesh_kernels.router import Routing
+
+_CLOSE_TIMEOUT_S = 1.0
+_LONGEST_CALL_S = 3600.0
+
+
+class Pending(Protocol):
+    """Rows on their way to experts and back."""
+
+    def result(self) -> Tensor:
+        """[T, H] the weighted sums over each row's experts, in the dtype of the rows. Once.
+
+        Raises:
+            ExpertUnavailableError: Experts did not answer before the deadline of the dispatch.
+        """
+        ...
+
+
+class ExpertClient(Protocol):
+    """Sends routed rows to experts. One thread, that of the forward pass."""
+
+    def begin_step(self, step: int) -> None:
+        """Pins the current expert map for the whole step."""
+        ...
+
+    def dispatch(
+        self,
+        layer: int,
+        h_TH: Tensor,
+        routing: Routing,
+        num_generated_rows: int,
+        deadline_s: float,
+    ) -> Pending:
+        """Sends rows to their experts and returns at once.
+
+        Args:
+            layer: An MoE layer.
+            h_TH: Hidden states; not changed before the result is there.
+            routing: Experts and weights of each row.
+            num_generated_rows: Leading rows that belong to generated tokens.
+            deadline_s: For the result, on the monotonic clock.
+
+        Raises:
+            ExpertUnavailableError: A routed expert has no usable copy.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """A result that is there already."""
+
+    combined_TH: Tensor
+
+    def result(self) -> Tensor:
+        """The combined rows."""
+        return self.combined_TH
+
+
+class LocalExperts:
+    """Experts in this process: the colocated mode, and what the remote one must equal bit by bit.
+
+    Args:
+        backend: Holds all experts.
+    """
+
+    def __init__(self, backend: ExpertBackend) -> None:
+        self._backend = backend
+
+    def begin_step(self, step: int) -> None:
+        """Nothing to pin: the experts are here."""
+
+    def dispatch(
+        self,
+        layer: int,
+        h_TH: Tensor,
+        routing: Routing,
+        num_generated_rows: int,
+        deadline_s: float,
+    ) -> Pending:
+        """Computes at once; see ExpertClient."""
+        num_rows, top_k = routing.topk_ids_TK.shape
+        row_of_pair_N = np.repeat(np.arange(num_rows, dtype=np.int64), top_k)
+        expert_of_pair_N = routing.topk_ids_TK.reshape(-1).astype(np.int64)
+        outputs = self._backend.run(layer, h_TH, row_of_pair_N, expert_of_pair_N)
+        return _Finished(combine(outputs.outputs_NH, routing.topk_weights_TK))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class RemoteExperts:
+    """Experts on expert workers, one stream each.
+
+    Threads: the forward pass calls `begin_step` and `dispatch`; another thread calls `update_map`
+    and `observations`.
+
+    Args:
+        config: The model.
+        model_fingerprint: Of its checkpoint; expert workers of another refuse.
+        dtype: Of hidden states, in memory and on the wire.
+    """
+
+    def __init__(self, config: ModelConfig, model_fingerprint: bytes, dtype: DtypeName) -> None:
+        self._config = config
+        self._fingerprint = fingerprint64(model_fingerprint)
+        self._dtype: DtypeName = dtype
+        self._own_id = incarnation()  # stands in for the gateway's until a map names that
+        self._lock = threading.Lock()
+        self._routes = Routes(ExpertMap.empty(config))
+        self._pinned = self._routes
+        self._retired: list[ExpertStream] = []
+        self._closed = False
+        self._step = 0
+        self._num_dispatched: Counter[int] = Counter()
+
+    # --- the forward pass ---
+
+    def begin_step(self, step: int) -> None:
+        """Pins the current expert map; see ExpertClient."""
+        self._step = step
+        self._num_dispatched.clear()
+        with self._lock:
+            self._pinned = self._routes
+            self._close_unpinned()
+
+    def dispatch(
+        self,
+        layer: int,
+        h_TH: Tensor,
+        routing: Routing,
+        num_generated_rows: int,
+        deadline_s: float,
+    ) -> Pending:
+        """One message to each expert worker with rows; see ExpertClient."""
+        routes = self._pinned
+        deadline_s = min(deadline_s, time.monotonic() + _LONGEST_CALL_S)
+        call_id = pb.CallId(
+            gateway=routes.gateway or self._own_id,
+            epoch=routes.expert_map.epoch,
+            step=self._step,
+            layer=layer,
+            micro_batch=self._num_dispatched[layer],
+        )
+        self._num_dispatched[layer] += 1
+        batch = Batch(
+            call_id=call_id,
+            hidden_TH=h_TH,
+            routing=routing,
+            num_generated_rows=num_generated_rows,
+            dtype=self._dtype,
+            model_fingerprint=self._fingerprint,
+            deadline_s=deadline_s,
+        )
+        call = RemoteCall(batch, routes)
+        call.start()
+        return call
+
+    # --- other threads ---
+
+    def update_map(self, expert_map: ExpertMap, gateway: int = 0) -> None:
+        """Follows a new map: opens streams to new expert workers at once, retires others.
+
+        Args:
+            expert_map: Takes effect with the next step.
+            gateway: Incarnation of the gateway whose map it is.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            known = {_life(stream.worker): stream for stream in self._routes.streams}
+            streams = tuple(
+                known.get(_life(worker)) or self._open(worker) for worker in expert_map.workers
+            )
+            retired = [stream for stream in known.values() if stream not in streams]
+            for stream in retired:
+                stream.retire()
+            self._retired += retired
+            self._routes = Routes(expert_map, streams, gateway)
+            self._close_unpinned()
+
+    def observations(self) -> Sequence[attention_pb.ExpertObservation]:
+        """What was seen of each expert worker since the last time; none without news."""
+        with self._lock:
+            streams = [*self._routes.streams, *self._retired]
+        return [seen for stream in streams if (seen := stream.observe()) is not None]
+
+    @property
+    def num_late_replies(self) -> int:
+        """Replies of the current streams that came too late or twice."""
+        return sum(stream.num_late_replies for stream in self._routes.streams)
+
+    def close(self) -> None:
+        """Ends all streams and their threads within a second; what is on its way fails."""
+        with self._lock:
+            self._closed = True
+            streams = [*self._routes.streams, *self._retired]
+            self._retired = []
+        for stream in streams:
+            stream.close()
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for stream in streams:
+            stream.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _open(self, worker: ExpertWorkerEntry) -> ExpertStream:
+        credits = worker.row_credits or DEFAULT_ROW_CREDITS
+        return ExpertStream(worker, max_message_bytes(self._config, self._dtype, credits))
+
+    def _close_unpinned(self) -> None:
+        """Closes retired streams that the running step cannot use. The lock is held."""
+        kept = [stream for stream in self._retired if stream in self._pinned.streams]
+        for stream in self._retired:
+            if stream not in kept:
+                stream.close()
+        self._retired = kept
+
+
+def _life(worker: ExpertWorkerEntry) -> tuple[str, str, int]:
+    """What makes a stream to an expert worker another one."""
+    return worker.worker_id, worker.address, worker.incarnation

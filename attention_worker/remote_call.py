@@ -1,0 +1,217 @@
+"""One dispatch to expert workers, from the plan to the combined rows.
+
+Owner: the model thread. It alone writes the output buffer, so that a reply that comes after a
+retry cannot touch it.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attention_worker.expert_routes import Routes
+from attention_worker.expert_stream import Call, Outcome
+from expert_worker.backend import raw_array
+from expertmesh.errors import ExpertUnavailableError, WireError
+from expertmesh.model_config import DtypeName
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import RawArray, all_finite, finite_rows
+from expertmesh.wire_forward import CallTarget, decode_outputs, encode_forward_request
+from expertmesh_kernels.combine import combine
+from expertmesh_kernels.dispatch import WorkerRows, plan_dispatch
+from expertmesh_kernels.router import Routing
+
+# Answers after which this life of the expert worker is not asked again.
+_FINAL_CODES = frozenset(
+    {
+        pb.ForwardError.CODE_STALE_INCARNATION,
+        pb.ForwardError.CODE_WRONG_MODEL,
+        pb.ForwardError.CODE_DRAINING,
+    }
+)
+_FIRST_TRY_SHARE = 1 / 3  # of the time, where another copy could be asked after it
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is dispatched: one micro-batch of one layer."""
+
+    call_id: pb.CallId
+    """Identity of the first try."""
+    hidden_TH: Tensor
+    routing: Routing
+    num_generated_rows: int
+    dtype: DtypeName
+    model_fingerprint: int
+    deadline_s: float
+    """On the monotonic clock."""
+
+
+class RemoteCall:
+    """A dispatch on its way. `start` once, then `result` once.
+
+    Args:
+        batch: What is sent.
+        routes: The expert map of the step.
+    """
+
+    def __init__(self, batch: Batch, routes: Routes) -> None:
+        self._batch = batch
+        self._routes = routes
+        self._layer = batch.call_id.layer
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()  # bounded by the calls
+        self._open: set[Call] = set()
+        self._num_attempts = 0
+        self._tried: dict[int, set[int]] = {}  # expert to the expert workers that failed it
+        self._hidden_TH, self._broken_rows_T = _sendable(batch.hidden_TH, batch.dtype)
+        num_slots = batch.routing.topk_ids_TK.size
+        shape = (num_slots, batch.hidden_TH.shape[1])
+        self._outputs_SH = torch.empty(shape, dtype=batch.hidden_TH.dtype)
+        self._raw_outputs_SH = raw_array(self._outputs_SH)
+
+    def start(self) -> None:
+        """Sends one message to each expert worker with rows; does not wait.
+
+        Raises:
+            ExpertUnavailableError: A routed expert has no usable copy.
+        """
+        experts = np.unique(self._batch.routing.topk_ids_TK)
+        self._send(self._routes.choose(self._layer, experts.tolist(), self._tried))
+
+    def result(self) -> Tensor:
+        """[T, H] the weighted sums, in the dtype of the hidden states.
+
+        Raises:
+            ExpertUnavailableError: Calls failed, and no other copy answered before the deadline.
+        """
+        try:
+            while self._open:
+                self._take(self._next_outcome())
+        finally:
+            for call in self._open:
+                self._routes.streams[call.rows.worker].abandon(call)
+        outputs_SH = self._outputs_SH.to(self._batch.hidden_TH.device)
+        combined_TH = combine(outputs_SH, self._batch.routing.topk_weights_TK)
+        if self._broken_rows_T is not None:
+            combined_TH[torch.from_numpy(self._broken_rows_T)] = torch.nan
+        return combined_TH
+
+    # --- sending ---
+
+    def _send(self, worker_of_expert_E: npt.NDArray[np.int32]) -> None:
+        """Sends the pairs of all experts that have a worker (>= 0)."""
+        routing, generated = self._batch.routing, self._batch.num_generated_rows
+        for rows in plan_dispatch(routing.topk_ids_TK, worker_of_expert_E, generated):
+            if rows.worker >= 0:
+                self._send_rows(rows)
+        self._num_attempts += 1
+
+    def _send_rows(self, rows: WorkerRows) -> None:
+        stream = self._routes.streams[rows.worker]
+        now_s = time.monotonic()
+        limit_s = self._limit_s(rows, now_s)
+        call_id = pb.CallId()
+        call_id.CopyFrom(self._batch.call_id)
+        call_id.attempt = self._num_attempts
+        hidden_TH = self._hidden_TH
+        is_all = len(rows.row_ids_R) == len(hidden_TH)
+        request = encode_forward_request(
+            call_id,
+            CallTarget(stream.worker.incarnation, self._batch.model_fingerprint),
+            hidden_TH if is_all else hidden_TH[rows.row_ids_R],
+            self._batch.dtype,
+            rows,
+            time_left_us=max(1, int((limit_s - now_s) * 1e6)),
+        )
+        call = Call(request, rows, limit_s, self._outcomes)
+        self._open.add(call)
+        stream.submit(call)
+
+    def _limit_s(self, rows: WorkerRows, now_s: float) -> float:
+        """All the time there is, unless another copy could be asked afterwards."""
+        deadline_s = self._batch.deadline_s
+        experts = np.unique(rows.expert_ids_N).tolist()
+        if self._routes.has_other_copies(self._layer, experts, rows.worker, self._tried):
+            return now_s + (deadline_s - now_s) * _FIRST_TRY_SHARE
+        return deadline_s
+
+    # --- receiving ---
+
+    def _next_outcome(self) -> Outcome:
+        """The next outcome; of the call that is due first, at the latest when it is due."""
+        due = min(self._open, key=lambda call: call.limit_s)
+        left_s = max(0.0, due.limit_s - time.monotonic())
+        try:
+            return self._outcomes.get(timeout=left_s)
+        except queue.Empty:
+            self._routes.streams[due.rows.worker].abandon(due)
+            return Outcome(due, None, "no answer in time")
+
+    def _take(self, outcome: Outcome) -> None:
+        call = outcome.call
+        if call not in self._open:
+            return  # came while it was given up
+        self._open.remove(call)
+        stream = self._routes.streams[call.rows.worker]
+        reason = outcome.reason
+        if outcome.response is not None:
+            try:
+                self._place(call, outcome.response)
+            except WireError as error:
+                reason = str(error)
+                if error.code in _FINAL_CODES:
+                    stream.refuse(reason)
+            else:
+                stream.count_answer(call, outcome.response)
+                return
+        stream.count_fault(reason)
+        self._retry(call, reason)
+
+    def _place(self, call: Call, response: pb.ForwardResponse) -> None:
+        """Checks the outputs and puts them where they belong. Raises WireError."""
+        shape = (len(call.rows.expert_ids_N), self._hidden_TH.shape[1])
+        outputs_NH = decode_outputs(response, shape, self._batch.dtype)
+        expected = self._routes.streams[call.rows.worker].worker.incarnation
+        if response.incarnation != expected:
+            raise WireError(
+                pb.ForwardError.CODE_STALE_INCARNATION,
+                f"incarnation of the reply is {response.incarnation:#x}, expected {expected:#x}",
+            )
+        self._raw_outputs_SH[call.rows.slot_ids_N] = outputs_NH
+
+    def _retry(self, call: Call, reason: str) -> None:
+        """Sends the rows of a failed call to other copies of its experts."""
+        experts = np.unique(call.rows.expert_ids_N).tolist()
+        for expert in experts:
+            self._tried.setdefault(expert, set()).add(call.rows.worker)
+        detail = f"{self._routes.name(call.rows.worker)}: {reason}"
+        if time.monotonic() >= self._batch.deadline_s:
+            raise ExpertUnavailableError(pairs(self._layer, experts), detail=detail)
+        self._send(self._routes.choose(self._layer, experts, self._tried, detail=detail))
+
+
+def pairs(layer: int, experts: Iterable[int]) -> list[tuple[int, int]]:
+    """(layer, expert) pairs."""
+    return [(layer, expert) for expert in experts]
+
+
+def _sendable(hidden_TH: Tensor, dtype: DtypeName) -> tuple[RawArray, npt.NDArray[np.bool_] | None]:
+    """Hidden states as they travel, and which rows are not finite, if any.
+
+    A row that is not finite must harm its own request only: zeros travel in its place, and its
+    result is NaN, as it would be with the experts in this process.
+    """
+    raw_TH = raw_array(hidden_TH.detach().cpu().contiguous())
+    if all_finite(raw_TH, dtype):
+        return raw_TH, None
+    broken_T = ~finite_rows(raw_TH, dtype)
+    raw_TH = raw_TH.copy()
+    raw_TH[broken_T] = 0
+    return raw_TH, broken_T
