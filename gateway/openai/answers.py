@@ -62,13 +62,7 @@ class Answer(ABC):
         for index, output in enumerate(outputs):
             self._num_generated[index] = len(output.token_ids)
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        extra = {"prompt_token_ids": self._prompt_ids_on_top()} if self._ids_on_top else {}
-        return {
-            **self._head(self.whole_object),
-            "choices": choices,
-            "usage": self._usage(),
-            **extra,
-        }
+        return {**self._head(self.whole_object), "choices": choices, "usage": self._usage()}
 
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """What a stream says about an output of a prompt; may be nothing."""
