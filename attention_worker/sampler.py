@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from expertmesh_kernels.sampling import sample, top_logprobs
 from torch import Tensor
 
 from attention_worker.request_slots import RequestSlots
 from expertmesh.v1 import attention_service_pb2 as pb
+from expertmesh_kernels.sampling import sample, top_logprobs
 
 
 def sample_tokens(

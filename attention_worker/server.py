@@ -118,8 +118,9 @@ class AttentionServer:
     def __init__(self, servicer: AttentionServicer, socket_path: str) -> None:
         self._servicer = servicer
         self._socket_path = socket_path
+        self._pool = ThreadPoolExecutor(_MAX_RPCS, thread_name_prefix="attention-rpc")
         self._server = grpc.server(
-            ThreadPoolExecutor(_MAX_RPCS, thread_name_prefix="attention-rpc"),
+            self._pool,
             maximum_concurrent_rpcs=_MAX_RPCS,
             options=[
                 ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -151,4 +152,5 @@ class AttentionServer:
         """Ends all streams, after the step in hand; False if that lasts longer than the grace."""
         finished = self._servicer.stop(grace_s)
         self._server.stop(None).wait(1.0)
+        self._pool.shutdown(wait=finished)
         return finished

@@ -6,12 +6,10 @@ import gc
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
-from expertmesh_kernels.self_test import numerics_fingerprint
 
-from attention_worker.experts import ExpertClient, LocalExperts, RemoteExperts
+from attention_worker.experts import LocalExperts, RemoteExperts
 from attention_worker.kv_cache import (
     KvPoolSettings,
     PagedKvCache,
@@ -35,6 +33,7 @@ from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
 from expertmesh.wire import DTYPE_CODES, incarnation
 from expertmesh_kernels.host import TORCH_DTYPES
+from expertmesh_kernels.self_test import numerics_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     experts, map_user = _experts(settings, checkpoint, dtype_name)
     kv = _kv_cache(settings, model)
     warm_up(model, kv)
-    runner = ModelRunner(model, cast(ExpertClient, experts), kv, _limits(settings))
+    runner = ModelRunner(model, experts, kv, _limits(settings))
     description = _description(settings, checkpoint, runner, dtype_name)
     description.numerics_fingerprint = fingerprint
     servicer = AttentionServicer(description, runner, map_user)
