@@ -65,6 +65,7 @@ app = App(
     version_flags=("--version",),
     version=__version__,
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
     sort_key=0,
 )
 model_app = App(name="model", help="Make and inspect checkpoints.", sort_key=4)
@@ -128,7 +129,8 @@ def gateway(
     mesh = MeshSettings(experts=experts)
     settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
     check_ports(settings.http)
-    return run(find_model(settings))
+    settings, _ = find_model(settings)
+    return run(settings)
 
 
 @app.command(name="expert-worker", sort_key=3)
@@ -163,7 +165,6 @@ def demo(variant: Literal["granular", "plain", "dense"] = "granular") -> int:
         granular: right text proves right routing; plain: every expert is the dense FFN; dense.
     """
     from expertmesh.model_tools.demo import ensure_demo_model
-
     from expertmesh.settings import data_home
     from gateway.launcher_console import make_progress
 
@@ -201,7 +202,6 @@ def upcycle(
         How uneven the gate chooses experts: exponent of a Zipf distribution; 0 is none.
     """
     from expertmesh.model_tools.upcycle import upcycle as make
-
     from gateway.launcher_console import make_progress
 
     with make_progress() as progress:

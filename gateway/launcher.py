@@ -19,8 +19,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from expertmesh.errors import PortError, SettingsError
 from expertmesh.logs import configure_logging
@@ -43,6 +43,9 @@ from expertmesh.settings import (
 from gateway.launcher_console import ReadyBlock, make_progress, print_answer, print_ready_block
 from gateway.launcher_probe import ReadyProbe
 from gateway.launcher_supervisor import Member, Supervisor
+
+if TYPE_CHECKING:
+    from expertmesh.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +70,9 @@ def serve_model(settings: GatewaySettings, *, ask: str | None) -> int:
     configure_logging(settings.log, "serve")
     watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
     check_ports(settings.http)
-    settings = find_model(settings)
+    settings, config = find_model(settings)
     with contextlib.ExitStack() as stack:
-        mesh = LocalMesh.plan(settings, stack)
+        mesh = LocalMesh.plan(settings, config, stack)
         supervisor = Supervisor(mesh.members, startup_timeout_s=settings.engine.startup_timeout_s)
         try:
             with _signals_stop(supervisor):
@@ -93,16 +96,16 @@ class LocalMesh:
     """(layer, expert) pairs of the model."""
 
     @classmethod
-    def plan(cls, settings: GatewaySettings, stack: contextlib.ExitStack) -> LocalMesh:
+    def plan(
+        cls, settings: GatewaySettings, config: ModelConfig, stack: contextlib.ExitStack
+    ) -> LocalMesh:
         """Decides on expert workers and their ports; starts nothing.
 
         Args:
             settings: With a model folder.
+            config: Of that model.
             stack: Holds the reserved ports until everything has stopped.
         """
-        from expertmesh.families import load_model_config
-
-        config = load_model_config(Path(settings.model.model))
         num_pairs = len(config.moe_layers) * config.num_experts
         count = _num_expert_workers(settings, config.num_experts)
         ports = [stack.enter_context(reserve_port(WORKER_HOST)) for _ in range(count)]
@@ -119,16 +122,35 @@ class LocalMesh:
         return self.members[0].info or {}
 
 
-def find_model(settings: GatewaySettings) -> GatewaySettings:
-    """The settings with the model's folder in place of its name; builds a demo model if needed."""
-    from expertmesh.model_tools.resolve import resolve_model
+def find_model(settings: GatewaySettings) -> tuple[GatewaySettings, ModelConfig]:
+    """The settings with the model's folder in place of its name; builds a demo model if needed.
+
+    The headers of all weights are checked here, so that a damaged model is refused before any
+    process is started.
+
+    Raises:
+        CheckpointError: The model cannot be served.
+        SettingsError: A setting does not fit the model.
+    """
+    from expertmesh.checkpoint import Checkpoint
+    from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
 
     name = settings.model.model
     with make_progress() as progress:
-        folder = resolve_model(name, data_home(), progress)
-    served = settings.model.served_model_name or (folder.name if Path(name).exists() else name)
+        folder = resolve_model(name, data_home(), progress).absolute()
+    config = Checkpoint.open(folder).config
+    _check_length(settings.model.max_model_len, config.max_position_embeddings)
+    served = settings.model.served_model_name or (name if name in DEMO_NAMES else folder.name)
     model = dataclasses.replace(settings.model, model=str(folder), served_model_name=served)
-    return dataclasses.replace(settings, model=model)
+    return dataclasses.replace(settings, model=model), config
+
+
+def _check_length(asked: int | None, trained: int) -> None:
+    if asked is not None and asked > trained:
+        raise SettingsError(
+            f"max_model_len is {asked}, but the model was trained for {trained} tokens",
+            fix=f"use --max-model-len {trained} or less",
+        )
 
 
 def exec_expert_worker(model: str, options: ExpertWorkerOptions, log: LogSettings) -> int:

@@ -1,0 +1,298 @@
+"""The command line: precedence of its four sources, errors in one line, quick help."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gateway.launcher
+from expertmesh import __version__
+from expertmesh.errors import StartupError
+from expertmesh.processes import child_environment
+from expertmesh.settings import GatewaySettings
+from gateway.cli import run_command
+
+HELP_WITHIN_S = 0.5
+
+
+class Served(list[GatewaySettings]):
+    """Settings that `serve` was called with; nothing is started."""
+
+    ask: str | None = None
+
+    @property
+    def only(self) -> GatewaySettings:
+        """The settings of the one call."""
+        (settings,) = self
+        return settings
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    """Replaces what `expertmesh serve` starts by a recorder."""
+    calls = Served()
+
+    def record(settings: GatewaySettings, *, ask: str | None) -> int:
+        calls.append(settings)
+        calls.ask = ask
+        return 0
+
+    monkeypatch.setattr(gateway.launcher, "serve_model", record)
+    return calls
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration file with some keys."""
+    path = tmp_path / "mesh.yaml"
+    path.write_text(
+        "model: /from/file\nport: 1111\nmax-model-len: 111\nmax_num_seqs: 11\n"
+        "experts: [a:1, b:2]\nserved-model-name: null\n"
+    )
+    return path
+
+
+def test_defaults_are_those_of_the_settings(served: Served) -> None:
+    """Without flags, environment and file, `serve` gets `GatewaySettings()`."""
+    assert run_command(["serve"]) == 0
+
+    assert GatewaySettings() == served.only
+    assert served.ask is None
+
+
+def test_file_overrides_defaults(served: Served, config: Path) -> None:
+    """Keys of the file are the names of the flags, with dashes or underscores."""
+    assert run_command(["serve", "--config", str(config)]) == 0
+
+    settings = served.only
+    assert settings.model.model == "/from/file"
+    assert settings.http.port == 1111
+    assert settings.model.max_model_len == 111
+    assert settings.engine.max_num_seqs == 11
+    assert settings.mesh.addresses == ("a:1", "b:2")
+    assert settings.model.served_model_name is None
+    assert settings.http.grpc_port == 50_051
+
+
+def test_environment_overrides_file(
+    served: Served, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EXPERTMESH_<FLAG> wins over the file, whose other keys still count."""
+    monkeypatch.setenv("EXPERTMESH_PORT", "2222")
+    monkeypatch.setenv("EXPERTMESH_MODEL", "/from/env")
+    monkeypatch.setenv("EXPERTMESH_CONFIG", str(config))
+
+    assert run_command(["serve"]) == 0
+
+    assert served.only.http.port == 2222
+    assert served.only.model.model == "/from/env"
+    assert served.only.model.max_model_len == 111
+
+
+def test_flags_override_everything(
+    served: Served, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flag wins over environment and file."""
+    monkeypatch.setenv("EXPERTMESH_PORT", "2222")
+    monkeypatch.setenv("EXPERTMESH_MAX_NUM_SEQS", "22")
+
+    assert run_command(["serve", "/flag", "--port", "3333", "--config", str(config)]) == 0
+
+    assert served.only.http.port == 3333
+    assert served.only.model.model == "/flag"
+    assert served.only.engine.max_num_seqs == 22
+
+
+def test_binding_flags(served: Served) -> None:
+    """The flags that users and scripts rely on."""
+    line = (
+        "serve /m --host ::1 --port 0 --grpc-port 0 --expert-workers 3 --attention-workers 1"
+        " --dtype float32 --max-model-len 64 --served-model-name n --log-level debug --ask hi"
+    )
+    assert run_command(line.split()) == 0
+
+    settings = served.only
+    assert (settings.http.host, settings.http.port, settings.http.grpc_port) == ("::1", 0, 0)
+    assert settings.mesh.expert_workers == 3
+    assert (settings.model.dtype, settings.model.max_model_len) == ("float32", 64)
+    assert settings.model.served_model_name == "n"
+    assert settings.log.log_level == "debug"
+    assert served.ask == "hi"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--port", "x"], 'Invalid value for --port: unable to convert "x" into int'),
+        (["serve", "--port", "70000"], "port is 70000, expected a whole number from 0 to 65535"),
+        (["serve", "--prot", "1"], "Unknown option: --prot. Did you mean --port?"),
+        (["serve", "--dtype", "int8"], "dtype"),
+        (["serve", "--attention-workers", "2"], "attention_workers is 2; this version runs one"),
+        (["serve", "--experts", "a"], "experts has 'a', expected host:port"),
+        (["sevre"], 'Unknown command "sevre"'),
+        (["model", "upcycle"], "requires an argument"),
+    ],
+)
+def test_wrong_settings(
+    served: Served, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    """A wrong flag or value: one line with name and value, exit code 2, nothing is started."""
+    assert run_command(arguments) == 2
+
+    written = capsys.readouterr()
+    assert message in written.err.splitlines()[0]
+    assert written.err.startswith("error: ")
+    assert written.out == ""
+    assert served == []
+
+
+def test_wrong_environment(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong value in the environment names the variable."""
+    monkeypatch.setenv("EXPERTMESH_PORT", "many")
+
+    assert run_command(["serve"]) == 2
+
+    assert "EXPERTMESH_PORT" in capsys.readouterr().err
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "unknown key 'prot' in {path}"),
+        ("config: x", "unknown key 'config' in {path}"),
+        ("port: many", "'port' in {path}"),
+        ("port: {a: 1}", "'port' in {path} is {{'a': 1}}, expected one value or a list"),
+        ("- 1", "configuration file {path} must hold keys and values"),
+        ("{", "configuration file {path} is not YAML"),
+        ("a: !!python/object:os.system {}", "configuration file {path} is not YAML"),
+    ],
+)
+def test_wrong_file(
+    served: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    """Whatever is wrong with a file, the line names the file and the key."""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+
+    assert run_command(["serve", "--config", str(path)]) == 2
+
+    assert message.format(path=path) in capsys.readouterr().err
+    assert served == []
+
+
+def test_longer_variable_is_not_a_shorter_flag(
+    monkeypatch: pytest.MonkeyPatch, served: Served
+) -> None:
+    """EXPERTMESH_EXPERTS_HOLD_S does not leak into --experts, nor an unknown one into any flag."""
+    monkeypatch.setenv("EXPERTMESH_EXPERTS_HOLD_S", "3")
+    monkeypatch.setenv("EXPERTMESH_PORT_OF_CALL", "x")
+    monkeypatch.setenv("EXPERTMESH_HOME", "/tmp/x")
+
+    assert run_command(["serve"]) == 0
+
+    assert served.only.mesh.experts == ""
+    assert served.only.engine.experts_hold_s == 3.0
+
+
+def test_start_up_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot start is told with its fix, without a traceback, and with its exit code."""
+
+    def fail(*_: object, **__: object) -> int:
+        raise StartupError("no room", fix="make room")
+
+    monkeypatch.setattr(gateway.launcher, "serve_model", fail)
+
+    assert run_command(["serve"]) == 1
+    assert capsys.readouterr().err == "error: no room\nfix: make room\n"
+
+
+def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before anything is served: one word, exit code 130."""
+
+    def interrupt(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gateway.launcher, "serve_model", interrupt)
+
+    assert run_command(["serve"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serve", "gateway", "expert-worker", "model", "chat", "complete", "version"],
+)
+def test_commands(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """Every command explains itself."""
+    assert run_command([command, "--help"]) == 0
+
+    assert f"expertmesh {command}" in capsys.readouterr().out
+
+
+def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help shows panels, defaults and the variable of each flag."""
+    assert run_command(["serve", "--help"]) == 0
+
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for part in (" Model ", " Addresses ", " Experts ", " Limits ", "[default: 8000]"):
+        assert part in text
+    assert "EXPERTMESH_MAX_NUM_BATCHED_TOKENS" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """The version is the first line, and what it computes with follows."""
+    assert run_command(["version"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"expertmesh {__version__}"
+    assert any(line.startswith("torch ") for line in lines)
+
+
+def _run(code: str) -> tuple[float, str]:
+    """CPU seconds of a Python process that runs `code`, and what it writes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    return user + system, done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
+def test_help_is_quick(arguments: list[str]) -> None:
+    """Help takes less than half a second of one core, start of the interpreter included.
+
+    CPU time is measured, since the time on the clock depends on what else the machine does.
+    """
+    code = f"from gateway.cli import run_command; run_command({arguments!r})"
+    runs = [_run(code) for _ in range(3)]
+
+    assert all("Usage: expertmesh" in text for _, text in runs)
+    assert min(seconds for seconds, _ in runs) < HELP_WITHIN_S
+
+
+def test_help_imports_nothing_slow() -> None:
+    """Neither torch nor grpc nor anything else that is slow is imported for help."""
+    code = (
+        "import sys, json; from gateway.cli import run_command; run_command(['serve', '--help']);"
+        "print(); print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
+    imported = set(json.loads(_run(code)[1].splitlines()[-1]))
+
+    assert not imported & {"torch", "numba", "numpy", "grpc", "aiohttp", "tokenizers", "yaml"}
