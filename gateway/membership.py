@@ -122,17 +122,15 @@ class Membership:
             return _Tick()
 
     def _take(self, news: _News) -> None:
-        if isinstance(news, _Tick):
-            return
         if isinstance(news, _Addresses):
             self._follow(news.addresses)
-        elif (member := self._members.get(news.address)) is None:
-            return  # reported before it was dropped
-        elif isinstance(news.content, str):
-            self._lose(member, news.content)
-        else:
-            self._read(member, news.content)
-        self._fold()
+        elif isinstance(news, _Report) and (member := self._members.get(news.address)):
+            if isinstance(news.content, str):
+                self._lose(member, news.content)
+            else:
+                self._read(member, news.content)
+        if self._news.empty():  # a burst of snapshots, as experts are loaded, makes one map
+            self._fold()
 
     def _follow(self, addresses: Addresses) -> None:
         self._drop(set(self._members) - set(addresses))
@@ -202,23 +200,30 @@ class Membership:
     def _fold(self) -> None:
         """Makes the next map if anything routable changed, and the status in any case."""
         entries = [m.entry for m in self._members.values() if m.entry is not None]
-        candidate = self._map.replaced(entries)
-        changed = candidate.workers != self._map.workers
+        old, candidate = self._map, self._map.replaced(entries)
+        changed = candidate.workers != old.workers
         if changed:
             self._map = candidate
         self._status = self._make_status()
         if changed:
-            self._tell()
+            self._tell(old)
 
-    def _tell(self) -> None:
-        covered = self._map
-        logger.info(
+    def _tell(self, old: ExpertMap) -> None:
+        new = self._map
+        notable = _headline(new) != _headline(old)
+        logger.log(
+            logging.INFO if notable else logging.DEBUG,
             "expert map %d: %d expert workers, %d of %d experts covered",
-            covered.epoch,
-            len(covered.workers),
-            covered.num_covered,
-            covered.num_pairs,
+            new.epoch,
+            len(new.workers),
+            new.num_covered,
+            new.num_pairs,
         )
+        self._warn_of_mixed_numerics()
+        for listener in self._listeners:
+            listener(new)
+
+    def _warn_of_mixed_numerics(self) -> None:
         numerics = {m.numerics for m in self._members.values() if m.entry is not None}
         mixed = len(numerics) > 1
         if mixed and not self._mixed:
@@ -227,13 +232,17 @@ class Membership:
                 "last bits of a result"
             )
         self._mixed = mixed
-        for listener in self._listeners:
-            listener(self._map)
 
     def _make_status(self) -> MeshStatus:
         statuses = tuple(self._members[address].status for address in sorted(self._members))
         uncovered = {} if self._colocated else self._map.uncovered()
         return MeshStatus(self._map.epoch, statuses, uncovered, ready=not uncovered)
+
+
+def _headline(expert_map: ExpertMap) -> tuple[tuple[tuple[str, int], ...], bool]:
+    """What is worth a line in the log: who is there, and whether all experts are covered."""
+    workers = tuple((worker.worker_id, worker.incarnation) for worker in expert_map.workers)
+    return workers, not expert_map.uncovered()
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,9 @@ class ScriptedPort:
 
     def _paused(self, step: pb.StepRequest) -> pb.StepResponse:
         self.worker.apply_deltas(step)
-        missing = [expert_pb.ExpertId(layer=layer, expert=expert) for layer, expert in self._missing]
+        missing = [
+            expert_pb.ExpertId(layer=layer, expert=expert) for layer, expert in self._missing
+        ]
         status = pb.StepResponse.STATUS_PAUSED
         return pb.StepResponse(
             step=step.step, status=status, missing=missing, message="expert worker w1 is gone"

@@ -270,7 +270,9 @@ def test_every_request_ends_with_its_own_tokens(
         assert simulation.ended[f"r{index}"] == expected
     assert simulation.scheduler.blocks.num_used == 0
     assert simulation.scheduler.num_free_slots == limits.num_request_slots
-    distinct = sum(length + len(simulation.ended[f"r{i}"]) - 1 for i, (length, _) in enumerate(load))
+    distinct = sum(
+        length + len(simulation.ended[f"r{i}"]) - 1 for i, (length, _) in enumerate(load)
+    )
     assert simulation.worker.num_computed_tokens == distinct + simulation.recomputed_tokens
 
 

@@ -1,0 +1,287 @@
+"""Expert workers come, change, hang and go: maps and statuses follow, each within its time."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from expertmesh.model_config import (
+    AttentionConfig,
+    DenseFfnConfig,
+    GateConfig,
+    LayerConfig,
+    ModelConfig,
+    MoeFfnConfig,
+    RopeConfig,
+)
+from expertmesh.placement import ExpertMap
+from expertmesh.v1 import expert_service_pb2 as pb
+from gateway.discovery import StaticDiscovery
+from gateway.membership import ExpertWorkerState, Membership, MeshStatus, ServedIdentity
+from tests.support.watch_server import WatchServer, snapshot
+
+FINGERPRINT = bytes(range(32))
+SERVED = ServedIdentity("tiny", FINGERPRINT, "float32")
+HEARTBEAT_S = 0.2
+WAIT_S = 10.0
+LOW, HIGH = {1: [0, 1], 2: [0, 1]}, {1: [2, 3], 2: [2, 3]}
+
+
+def model(*, moe: bool = True) -> ModelConfig:
+    """Layer 0 is dense, layers 1 and 2 have four experts each."""
+    rope = RopeConfig(theta=1e4, dim=8)
+    attention = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope=rope, scale=1.0)
+    dense = LayerConfig(attention, DenseFfnConfig(8))
+    experts = LayerConfig(attention, MoeFfnConfig(GateConfig(num_experts=4, top_k=2), 8))
+    layers = (dense, experts, experts) if moe else (dense,)
+    return ModelConfig("mixtral", 32, 8, layers, 1e-5, 64, False, "float32")
+
+
+class Watched:
+    """A membership and what it told."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.maps: list[ExpertMap] = []
+        membership.subscribe(self.maps.append)
+
+    def until(
+        self, condition: Callable[[MeshStatus], bool], within_s: float = WAIT_S
+    ) -> MeshStatus:
+        """The first status for which the condition holds."""
+        deadline = time.monotonic() + within_s
+        pause = threading.Event()
+        while not condition(status := self.membership.status()):
+            assert time.monotonic() < deadline, f"still {status}"
+            pause.wait(0.01)
+        return status
+
+    def until_state(self, state: ExpertWorkerState, within_s: float = WAIT_S) -> str:
+        """Waits until the only expert worker is in this state; returns the message."""
+        status = self.until(lambda status: status.workers[0].state is state, within_s)
+        return status.workers[0].message
+
+
+@contextmanager
+def watching(
+    *addresses: str, heartbeat_s: float = HEARTBEAT_S, config: ModelConfig | None = None
+) -> Iterator[Watched]:
+    """A membership that follows these addresses; no thread of it is left afterwards."""
+    membership = Membership(
+        StaticDiscovery(addresses), SERVED, config or model(), heartbeat_s=heartbeat_s
+    )
+    watched = Watched(membership)
+    membership.start()
+    try:
+        watched.until(lambda status: len(status.workers) == len(addresses))
+        yield watched
+    finally:
+        membership.stop()
+    names = [thread.name for thread in threading.enumerate()]
+    assert [n for n in names if n == "membership" or n.startswith("watch-1")] == []
+
+
+def is_ready(status: MeshStatus) -> bool:
+    """Every expert is covered."""
+    return status.ready
+
+
+def test_expert_workers_are_folded_into_a_map() -> None:
+    """Two halves of the experts make the mesh ready; the map names both."""
+    low, high = snapshot("w0", FINGERPRINT, LOW), snapshot("w1", FINGERPRINT, HIGH, incarnation=9)
+    with (
+        WatchServer(low) as first,
+        WatchServer(high) as second,
+        watching(first.address, second.address) as watched,
+    ):
+        status = watched.until(is_ready)
+        newest = watched.maps[-1]
+    assert [worker.worker_id for worker in newest.workers] == ["w0", "w1"]
+    assert newest.workers[1].incarnation == 9
+    assert newest.workers[1].resident == {1: (2, 3), 2: (2, 3)}
+    assert status.epoch == newest.epoch
+    assert [worker.num_experts for worker in sorted(status.workers, key=lambda w: w.worker_id)] == [
+        4,
+        4,
+    ]
+
+
+def test_uncovered_experts_are_named() -> None:
+    """With half of the experts the status says which are missing."""
+    with (
+        WatchServer(snapshot("w0", FINGERPRINT, LOW)) as server,
+        watching(server.address) as watched,
+    ):
+        watched.until_state(ExpertWorkerState.READY)
+        status = watched.until(lambda status: status.epoch > 0)
+    assert status.uncovered == {1: (2, 3), 2: (2, 3)}
+    assert not status.ready
+
+
+def test_heartbeats_make_no_new_map() -> None:
+    """A snapshot that changes nothing does not count as a change."""
+    with (
+        WatchServer(snapshot("w0", FINGERPRINT, LOW)) as server,
+        watching(server.address, heartbeat_s=0.02) as watched,
+    ):
+        watched.until(lambda status: status.epoch == 1)
+        threading.Event().wait(0.3)
+        assert [m.epoch for m in watched.maps] == [1]
+
+
+def test_a_change_of_residency_makes_a_new_map() -> None:
+    """An expert that was loaded can be used; one that retires no longer."""
+    with (
+        WatchServer(snapshot("w0", FINGERPRINT, LOW)) as server,
+        watching(server.address) as watched,
+    ):
+        watched.until(lambda status: status.epoch == 1)
+        server.change(snapshot("w0", FINGERPRINT, {1: [0, 1, 2, 3], 2: [1, 2, 3]}))
+        status = watched.until(lambda status: status.epoch == 2)
+    assert status.uncovered == {2: (0,)}
+
+
+def test_a_refused_connection_is_named_and_recovers(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody listens: said once, with the address; someone listens later: used at once."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    with caplog.at_level(logging.INFO), watching(f"127.0.0.1:{port}") as watched:
+        watched.until(lambda status: status.workers[0].message == "connection refused", 5.0)
+        threading.Event().wait(0.4)
+        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+        assert warnings == [
+            f"expert worker (unknown) at 127.0.0.1:{port} is unreachable: connection refused"
+        ]
+        both = {1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}
+        with WatchServer(snapshot("w0", FINGERPRINT, both), port=port):
+            watched.until(is_ready)
+        watched.until_state(ExpertWorkerState.UNREACHABLE)
+        assert not watched.membership.status().ready
+
+
+def test_a_silent_address_is_unreachable_within_five_seconds() -> None:
+    """Something accepts connections and says nothing, with the heartbeat of production."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with watching(address, heartbeat_s=1.0) as watched:
+            status = watched.until(
+                lambda status: status.workers[0].message == "no answer within 3 s", 5.0
+            )
+    assert status.workers[0].state is ExpertWorkerState.UNREACHABLE
+    assert status.workers[0].address == address
+
+
+def test_a_hung_expert_worker_leaves_the_map_and_comes_back() -> None:
+    """Three heartbeats without a snapshot: unreachable; the stream speaks again: ready."""
+    with (
+        WatchServer(snapshot("w0", FINGERPRINT, LOW)) as server,
+        watching(server.address) as watched,
+    ):
+        watched.until_state(ExpertWorkerState.READY)
+        server.set_mute(True)
+        assert watched.until_state(ExpertWorkerState.UNREACHABLE) == "no answer within 0.6 s"
+        assert watched.until(lambda status: status.epoch == 2).uncovered == {
+            1: (0, 1, 2, 3),
+            2: (0, 1, 2, 3),
+        }
+        assert watched.membership.status().workers[0].worker_id == "w0"
+        server.set_mute(False)
+        watched.until_state(ExpertWorkerState.READY)
+
+
+def test_a_draining_expert_worker_is_not_used() -> None:
+    """It says so itself; its experts count as uncovered from then on."""
+    state = snapshot("w0", FINGERPRINT, LOW)
+    with WatchServer(state) as server, watching(server.address) as watched:
+        watched.until(lambda status: status.epoch == 1)
+        drained = pb.WatchResponse()
+        drained.CopyFrom(state)
+        drained.draining = True
+        server.change(drained)
+        watched.until_state(ExpertWorkerState.DRAINING)
+        assert watched.until(lambda status: status.epoch == 2).uncovered[1] == (0, 1, 2, 3)
+
+
+def wrong_revision(state: pb.WatchResponse) -> None:
+    """Another protocol revision."""
+    state.protocol_revision = 99
+
+
+def wrong_model(state: pb.WatchResponse) -> None:
+    """Another model."""
+    state.model.fingerprint = b"\xff" * 32
+    state.model.name = "other"
+
+
+def wrong_dtype(state: pb.WatchResponse) -> None:
+    """Another dtype."""
+    state.model.dtype = pb.DTYPE_BFLOAT16
+
+
+def unknown_expert(state: pb.WatchResponse) -> None:
+    """An expert that the model does not have."""
+    state.layers.add(layer=0, resident=[7])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (wrong_revision, "it has protocol revision 99, this gateway 1"),
+        (
+            wrong_model,
+            "it serves model other (ffffffffffffffff), this gateway tiny (0001020304050607)",
+        ),
+        (wrong_dtype, "it has dtype bfloat16, this gateway float32"),
+        (unknown_expert, "it reports layer 0 expert 7, which the model does not have"),
+    ],
+)
+def test_an_incompatible_expert_worker_is_never_used(
+    change: Callable[[pb.WatchResponse], None], expected: str
+) -> None:
+    """The status says what differs, with both values; nothing is routed there."""
+    state = snapshot("w0", FINGERPRINT, LOW)
+    change(state)
+    with WatchServer(state) as server, watching(server.address) as watched:
+        assert watched.until_state(ExpertWorkerState.INCOMPATIBLE) == expected
+        assert watched.maps == []
+
+
+def test_two_expert_workers_cannot_have_one_id() -> None:
+    """The second one with an id is incompatible, and the message names the first."""
+    state = snapshot("w0", FINGERPRINT, LOW)
+    with (
+        WatchServer(state) as first,
+        WatchServer(state) as second,
+        watching(first.address, second.address) as watched,
+    ):
+        status = watched.until(
+            lambda status: (
+                {worker.state for worker in status.workers}
+                == {ExpertWorkerState.READY, ExpertWorkerState.INCOMPATIBLE}
+            )
+        )
+    states = {worker.state: worker for worker in status.workers}
+    other = states[ExpertWorkerState.READY].address
+    message = states[ExpertWorkerState.INCOMPATIBLE].message
+    assert message == f"worker id w0 is also used by {other}, expected another one"
+
+
+def test_a_dense_model_is_ready_alone() -> None:
+    """Without expert layers nothing is missing."""
+    with watching(config=model(moe=False)) as watched:
+        assert watched.membership.status() == MeshStatus(epoch=0, ready=True)
+
+
+def test_a_colocated_gateway_is_ready_alone() -> None:
+    """Experts inside the attention worker need no expert worker."""
+    membership = Membership(StaticDiscovery(()), SERVED, model(), colocated=True)
+    assert membership.status() == MeshStatus(epoch=0, ready=True)
