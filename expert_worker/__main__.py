@@ -30,7 +30,6 @@ def main(argv: list[str]) -> int:
         _serve(settings, metrics_port, stopping)
     except StartupError as error:
         announce_failure(error)
-        sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     return 0
 

@@ -59,7 +59,8 @@ def not_json() -> Iterator[BadRequest]:
     yield _raw("trailing text", b'{"prompt": "a"} {"prompt": "b"}')
     yield _raw("byte order mark", b'\xef\xbb\xbf{"prompt": "a"}')
     yield _raw("single quotes", b"{'prompt': 'a'}")
-    yield _raw("duplicate key", b'{"prompt": "a", "max_tokens": 1, "max_tokens": 100000}')
+    twice = b'{"prompt": "a", "max_tokens": 1, "max_tokens": 100000}'
+    yield _raw("duplicate key", twice, param="max_tokens")
     yield _raw(
         "deep array", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "json_too_deep"
     )
@@ -145,8 +146,9 @@ def prompts() -> Iterator[BadRequest]:
         ("null", None, "invalid_value"),
         ("number", 5, "invalid_value"),
         ("object", {"a": 1}, "invalid_value"),
-        ("mixed list", [1, "a"], "invalid_value"),
-        ("nested text", [["a"]], "invalid_value"),
+        ("mixed list", [1, "a"], "invalid_token_id"),
+        ("mixed texts", ["a", 1], "invalid_value"),
+        ("nested text", [["a"]], "invalid_token_id"),
         ("empty text", "", "empty_prompt"),
         ("empty list", [], "empty_prompt"),
         ("list of an empty list", [[]], "empty_prompt"),
