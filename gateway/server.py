@@ -1,0 +1,297 @@
+"""A gateway from its settings to its end: what it is made of, in which order it starts and stops.
+
+    main thread    event loop: HTTP and gRPC APIs, signals
+    engine         scheduler and output streams
+    membership     expert maps; watch-<address>: one expert worker each
+    attention-*    streams to the attention worker, a child process
+
+Start: ports, checkpoint, expert workers are looked for, attention worker, engine, APIs. Expert
+workers may still be missing then: /ready tells. Stop is the reverse and takes 3 s beyond the grace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+import time
+from pathlib import Path
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from expertmesh.checkpoint import Checkpoint
+from expertmesh.errors import StartupError
+from expertmesh.model_config import DtypeName
+from expertmesh.model_tools.progress import NoProgress
+from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
+from expertmesh.placement import ExpertMap
+from expertmesh.processes import announce_ready
+from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_home
+from expertmesh.wire import incarnation
+from gateway.app import build_app, make_runner
+from gateway.attention_client import AttentionClient
+from gateway.chat_template import ChatTemplate
+from gateway.discovery import StaticDiscovery
+from gateway.dispatch_totals import DispatchTotals
+from gateway.engine import Engine
+from gateway.grpc_api import GrpcServer
+from gateway.listen import bind, check_free, port_error
+from gateway.membership import Membership, ServedIdentity
+from gateway.mesh_status import MeshStatus
+from gateway.request_metrics import RequestMetrics
+from gateway.service import GenerationFrontend, ServedModel
+from gateway.tokenizer import Tokenizer
+
+logger = logging.getLogger("gateway")
+
+_DRAIN_POLL_S = 0.02
+_STEP_GRACE_S = 0.3
+"""For the step in flight at the end; then its attention worker is stopped."""
+_ANSWER_GRACE_S = 0.7
+"""For connections to write what was decided."""
+_CHILD_GRACE_S = 1.0
+
+
+async def run_gateway(settings: GatewaySettings) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        StartupError: The gateway cannot start; says why and what to do.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    gateway = Gateway(settings)
+    try:
+        if await _start_unless(gateway, stopping):
+            announce_ready(gateway.info)
+            logger.info("serving %s", gateway.info)
+            await stopping.wait()
+            logger.info("stopping")
+            await gateway.drain(settings.engine.drain_grace_s)
+    finally:
+        await gateway.stop()
+    return 0
+
+
+async def _start_unless(gateway: Gateway, stopping: asyncio.Event) -> bool:
+    """Starts the gateway; False if it is told to stop meanwhile."""
+    starting = asyncio.create_task(gateway.start())
+    told = asyncio.create_task(stopping.wait())
+    await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if not starting.done():
+        await gateway.stop()  # ends the wait for the attention worker
+        with contextlib.suppress(StartupError):  # it was interrupted by us
+            await starting
+        return False
+    starting.result()
+    return True
+
+
+class Gateway:
+    """The parts of a gateway. All methods run in the event loop's thread."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._closing = False
+        self._socket: socket.socket | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._attention: AttentionClient | None = None
+        self._membership: Membership | None = None
+        self._engine: Engine | None = None
+        self._frontend: GenerationFrontend | None = None
+        self._runner: web.AppRunner | None = None
+        self._grpc: GrpcServer | None = None
+        self._dispatch = DispatchTotals()
+        self.info: dict[str, object] = {}
+        """Content of the ready line: ports and what is served."""
+
+    async def start(self) -> None:
+        """Starts everything; ports are bound and the attention worker is up at return.
+
+        Raises:
+            StartupError: Something cannot start. `stop` is to be called all the same.
+        """
+        http = self._settings.http
+        self._socket = bind("--port", http.host, http.port)
+        check_free("--grpc-port", http.host, http.grpc_port)
+        checkpoint = await asyncio.to_thread(self._open)
+        self._membership = self._watch_experts(checkpoint)
+        self._attention = self._make_attention(checkpoint)
+        self._membership.start()
+        await asyncio.to_thread(self._attention.start)
+        await self._serve(checkpoint)
+
+    def mesh(self) -> MeshStatus:
+        """State of the expert workers and of the attention worker; from any thread."""
+        if self._membership is None:
+            return MeshStatus(ready=False, message="the gateway is starting")
+        status = self._membership.status()
+        if self._engine is None or not self._engine.ready:
+            return dataclasses.replace(
+                status, ready=False, message="the attention worker is restarting"
+            )
+        if status.uncovered and not status.workers:
+            return dataclasses.replace(status, message="no expert workers are known: see --experts")
+        return status
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests and lets those that run finish, for this long."""
+        if self._frontend is None or self._engine is None:
+            return
+        self._frontend.stop_accepting()
+        deadline_s = time.monotonic() + grace_s
+        while time.monotonic() < deadline_s:
+            stats = self._engine.stats()
+            if not (stats.num_running or stats.num_waiting):
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
+        logger.warning("ending %d requests", stats.num_running + stats.num_waiting)
+
+    async def stop(self) -> None:
+        """Ends everything: requests with an error, then APIs, threads and the child process."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._frontend is not None:
+            self._frontend.stop_accepting()
+        engine_ended = True
+        if self._engine is not None:
+            engine_ended = await asyncio.to_thread(self._engine.stop, _STEP_GRACE_S)
+        await asyncio.gather(self._stop_apis(), self._stop_mesh())
+        if self._engine is not None and not engine_ended:
+            await asyncio.to_thread(self._engine.stop, 1.0)
+        if self._frontend is not None:
+            await asyncio.to_thread(self._frontend.close)
+        if self._socket is not None:
+            self._socket.close()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+
+    def _open(self) -> Checkpoint:
+        """In a thread: finds the model and reads its headers."""
+        name = self._settings.model.model
+        folder = resolve_model(name, data_home(), NoProgress()).absolute()
+        self._checkpoint = Checkpoint.open(folder)
+        return self._checkpoint
+
+    def _dtype(self, checkpoint: Checkpoint) -> DtypeName:
+        dtype = self._settings.model.dtype
+        return checkpoint.config.dtype if dtype == "auto" else dtype
+
+    def _colocated(self, checkpoint: Checkpoint) -> bool:
+        return self._settings.mesh.colocated or not checkpoint.config.moe_layers
+
+    def _watch_experts(self, checkpoint: Checkpoint) -> Membership:
+        served = ServedIdentity(checkpoint.name, checkpoint.fingerprint, self._dtype(checkpoint))
+        membership = Membership(
+            StaticDiscovery(self._settings.mesh.addresses),
+            served,
+            checkpoint.config,
+            colocated=self._colocated(checkpoint),
+        )
+        membership.subscribe(self._use_map)
+        return membership
+
+    def _use_map(self, expert_map: ExpertMap) -> None:
+        """In the membership thread: the attention worker first, then a retry of a held step."""
+        if self._attention is not None:
+            self._attention.update_map(expert_map)
+        if self._engine is not None:
+            self._engine.map_changed()
+
+    def _make_attention(self, checkpoint: Checkpoint) -> AttentionClient:
+        settings = AttentionWorkerSettings(
+            model=str(checkpoint.model_dir),
+            dtype=self._settings.model.dtype,
+            max_model_len=self._settings.model.max_model_len,
+            colocated=self._colocated(checkpoint),
+            engine=self._settings.engine,
+            log=self._settings.log,
+        )
+        return AttentionClient(
+            settings, checkpoint.fingerprint, incarnation(), on_observations=self._dispatch.add
+        )
+
+    async def _serve(self, checkpoint: Checkpoint) -> None:
+        """Engine and APIs, once the attention worker is up."""
+        assert self._attention is not None
+        tokenizer = await asyncio.to_thread(Tokenizer.from_checkpoint, checkpoint.model_dir)
+        registry = CollectorRegistry()
+        metrics = RequestMetrics(registry, self._model_name(checkpoint))
+        eos = {*checkpoint.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
+        self._engine = engine = Engine(
+            self._attention,
+            self._settings.engine,
+            asyncio.get_running_loop(),
+            tokenizer=tokenizer,
+            eos_token_ids=eos,
+            observer=metrics,
+            dispatch=self._dispatch.snapshot,
+        )
+        engine.start()
+        metrics.watch(engine.stats, self.mesh)
+        model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
+        self._frontend = GenerationFrontend(engine, model, self.mesh)
+        await self._open_apis(self._frontend, registry)
+
+    def _model_name(self, checkpoint: Checkpoint) -> str:
+        given = self._settings.model
+        named = given.model if given.model in DEMO_NAMES else Path(checkpoint.model_dir).name
+        return given.served_model_name or named
+
+    def _served_model(
+        self, checkpoint: Checkpoint, tokenizer: Tokenizer | None, max_model_len: int
+    ) -> ServedModel:
+        return ServedModel(
+            name=self._model_name(checkpoint),
+            config=checkpoint.config,
+            max_model_len=max_model_len,
+            dtype=self._dtype(checkpoint),
+            tokenizer=tokenizer,
+            chat_template=ChatTemplate.from_checkpoint(checkpoint.model_dir, tokenizer),
+            fingerprint=checkpoint.fingerprint.hex(),
+        )
+
+    async def _open_apis(self, frontend: GenerationFrontend, registry: CollectorRegistry) -> None:
+        assert self._socket is not None
+        http = self._settings.http
+        self._runner = make_runner(
+            build_app(frontend, registry), frontend.limits, stop_s=_ANSWER_GRACE_S
+        )
+        await self._runner.setup()
+        self._grpc = GrpcServer(frontend, http.host, http.grpc_port)
+        grpc_port = await self._grpc.start()
+        port = self._socket.getsockname()[1]
+        try:
+            await web.SockSite(self._runner, self._socket).start()
+        except OSError as error:  # taken since it was bound
+            raise port_error("--port", http.host, port, error) from error
+        self.info = {
+            "port": port,
+            "http_port": port,
+            "grpc_port": grpc_port,
+            "model": frontend.model.name,
+        }
+
+    async def _stop_apis(self) -> None:
+        parts = []
+        if self._runner is not None:
+            parts.append(self._runner.cleanup())
+        if self._grpc is not None:
+            parts.append(self._grpc.stop(_ANSWER_GRACE_S))
+        await asyncio.gather(*parts)
+
+    async def _stop_mesh(self) -> None:
+        parts = []
+        if self._attention is not None:
+            parts.append(asyncio.to_thread(self._attention.stop, _CHILD_GRACE_S))
+        if self._membership is not None:
+            parts.append(asyncio.to_thread(self._membership.stop))
+        await asyncio.gather(*parts)
