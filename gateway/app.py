@@ -62,6 +62,7 @@ def make_runner(app: web.Application, limits: ApiLimits, *, stop_s: float = 5.0)
         keepalive_timeout=limits.idle_timeout_s,
         shutdown_timeout=stop_s,
         lingering_time=1.0,
+        auto_decompress=False,  # encoded bodies are refused, not unpacked
         access_log=None,
     )
 

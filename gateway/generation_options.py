@@ -158,7 +158,7 @@ def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) ->
                 f"{param} has {shown(token_id)} at index {index}; expected a token id from 0 to "
                 f"{vocab_size - 1}",
                 param=param,
-                code="invalid_token_id" if isinstance(token_id, int | float) else "invalid_value",
+                code="invalid_token_id",
             )
         found.append(token_id)
     return tuple(found)

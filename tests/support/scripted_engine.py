@@ -1,0 +1,232 @@
+"""An engine for tests of the APIs: it says what the test tells it to say, in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from expertmesh.model_config import (
+    AttentionConfig,
+    DenseFfnConfig,
+    GateConfig,
+    LayerConfig,
+    ModelConfig,
+    MoeFfnConfig,
+    RopeConfig,
+)
+from gateway.app import build_app, make_runner
+from gateway.chat_template import ChatTemplate
+from gateway.detokenizer import Detokenizer
+from gateway.mesh_status import MeshStatus
+from gateway.request_metrics import RequestMetrics
+from gateway.sequence import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    TokenLogprobs,
+)
+from gateway.service import ApiLimits, GenerationFrontend, ServedModel
+from gateway.tokenizer import Tokenizer
+
+VOCAB_SIZE = 320
+CONTEXT = 512
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token per byte, and ChatML's special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(raw.to_str(), {"eos_token": "<|im_end|>"})
+
+
+def tiny_config() -> ModelConfig:
+    """Two layers, one of them with experts; only its numbers are used."""
+    attention = AttentionConfig(2, 1, 4, RopeConfig(1e4, 4), scale=0.5)
+    dense = LayerConfig(attention, DenseFfnConfig(intermediate_size=8))
+    moe = LayerConfig(attention, MoeFfnConfig(GateConfig(8, 2), intermediate_size=8))
+    return ModelConfig(
+        family="mixtral",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        layers=(dense, moe),
+        rms_norm_eps=1e-5,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+def served_model(*, tokenizer: bool = True) -> ServedModel:
+    """The model of the tests, named "tiny"."""
+    found = byte_tokenizer() if tokenizer else None
+    return ServedModel(
+        name="tiny",
+        config=tiny_config(),
+        max_model_len=CONTEXT,
+        dtype="bfloat16",
+        tokenizer=found,
+        chat_template=ChatTemplate(CHATML, found) if found else None,
+        fingerprint="0123456789abcdef",
+    )
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers each request with `answer`, a token per turn of the event loop.
+
+    With `manual` set nothing comes by itself: the test calls `emit`.
+    """
+
+    tokenizer: Tokenizer | None
+    answer: str = "Hi there"
+    manual: bool = False
+    refuse: Exception | None = None
+    """Raised by submit."""
+    refuse_from: int = 0
+    """The first so many requests are taken nevertheless."""
+    requests: list[GenerationRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    load: EngineStats = field(default_factory=EngineStats)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with every request and every cancellation; the test clears it."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Takes a request."""
+        if self.refuse is not None and len(self.requests) >= self.refuse_from:
+            raise self.refuse
+        self.requests.append(request)
+        self.changed.set()
+        if not self.manual:
+            self._speak(request, list(self.outputs(request)))
+
+    def cancel(self, request_id: str) -> None:
+        """Notes the cancellation."""
+        self.cancelled.append(request_id)
+        self.changed.set()
+
+    def stats(self) -> EngineStats:
+        """What the test says."""
+        return self.load
+
+    def emit(self, text: str = "", *, index: int = -1, **fields: object) -> None:
+        """Sends an output for a request: by default for the latest one, with its tokens."""
+        request = self.requests[index]
+        ids = tuple(self.tokenizer.encode(text)) if self.tokenizer else ()
+        output = RequestOutput(request.request_id, token_ids=ids, text=text)
+        request.sink(replace(output, **fields))  # type: ignore[arg-type]
+
+    def outputs(self, request: GenerationRequest) -> Sequence[RequestOutput]:
+        """The whole answer to a request, honouring its parameters as the engine does."""
+        params = request.params
+        ids = self.tokenizer.encode(self.answer) if self.tokenizer else [5, 6, 7]
+        detokenizer = Detokenizer(self.tokenizer, params.stop)
+        found = []
+        for position, token_id in enumerate(ids[: params.max_tokens]):
+            update = detokenizer.push(token_id)
+            last = position == min(len(ids), params.max_tokens) - 1
+            text = update.text + (detokenizer.flush() if last and not update.stop_reason else "")
+            full = params.max_tokens < len(ids)
+            reason = FinishReason.LENGTH if full else FinishReason.STOP
+            ended = last or update.stop_reason is not None
+            found.append(
+                RequestOutput(
+                    request.request_id,
+                    token_ids=(token_id,),
+                    text=text,
+                    logprobs=_logprobs(token_id, params.num_logprobs),
+                    finish_reason=reason if ended else None,
+                    stop_reason=update.stop_reason,
+                )
+            )
+            if ended:
+                break
+        return found
+
+    def _speak(self, request: GenerationRequest, outputs: list[RequestOutput]) -> None:
+        if not outputs or request.request_id in self.cancelled:
+            return
+        loop = asyncio.get_running_loop()
+        loop.call_soon(request.sink, outputs[0])
+        loop.call_soon(self._speak, request, outputs[1:])
+
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        """Waits until a request or a cancellation makes the condition true."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def _logprobs(token_id: int, num: int | None) -> tuple[TokenLogprobs, ...]:
+    if num is None:
+        return ()
+    top = tuple((token_id + i, -0.25 * (i + 1)) for i in range(num))
+    return (TokenLogprobs(token_id, -0.25, top),)
+
+
+@dataclass
+class Gateway:
+    """An HTTP server in this process over a scripted engine."""
+
+    engine: ScriptedEngine
+    frontend: GenerationFrontend
+    metrics: RequestMetrics
+    mesh: MeshStatus
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def scripted_gateway(
+    *,
+    tokenizer: bool = True,
+    limits: ApiLimits | None = None,
+    mesh: MeshStatus | None = None,
+    add_routes: Callable[[web.Application], None] | None = None,
+) -> AsyncIterator[Gateway]:
+    """Starts the server on a free port and stops it."""
+    model = served_model(tokenizer=tokenizer)
+    engine = ScriptedEngine(model.tokenizer)
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, model.name)
+    limits = limits or ApiLimits()
+    gateway = Gateway(
+        engine,
+        GenerationFrontend(engine, model, lambda: gateway.mesh, limits),
+        metrics,
+        mesh or MeshStatus(epoch=1),
+    )
+    metrics.watch(engine.stats, gateway.frontend.mesh)
+    app = build_app(gateway.frontend, registry)
+    if add_routes is not None:
+        add_routes(app)
+    runner = make_runner(app, limits, stop_s=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        gateway.port = runner.addresses[0][1]
+        yield gateway
+    finally:
+        gateway.frontend.close()
+        await runner.cleanup()
