@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import socket
 import struct
@@ -275,13 +276,14 @@ def test_traceback_only_on_request(checkpoint: Path) -> None:
 
 
 def test_help_is_quick() -> None:
-    """Grouped help comes in half a second, best of three: torch is not imported for it."""
+    """Grouped help costs less than half a second of computing: torch is not imported for it."""
     times = []
     for _ in range(3):
-        started = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = run([*COMMAND, "serve", "--help"])
-        times.append(time.monotonic() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert result.returncode == 0, result.stderr
         for flag in ("--expert-workers", "--experts", "--dtype", "--max-model-len", "--grpc-port"):
             assert flag in result.stdout
-    assert min(times) < 1.0, "half a second alone; twice that on a busy machine"
+    assert min(times) < 0.5
