@@ -1,0 +1,471 @@
+"""Whole and streamed answers of the completion endpoints, over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from expertmesh.errors import EngineError, ExpertUnavailableError, OverloadedError
+from gateway.sequence import FinishReason
+from gateway.service import ApiLimits
+from tests.support.scripted_engine import CONTEXT, Gateway, scripted_gateway
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    """A server over a scripted engine that answers "Hi there"."""
+    async with scripted_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as client:
+        yield client
+
+
+async def post(
+    session: aiohttp.ClientSession, gateway: Gateway, path: str, body: object
+) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    async with session.post(gateway.url + path, json=body) as response:
+        return response.status, await response.json()
+
+
+async def events(
+    session: aiohttp.ClientSession, gateway: Gateway, path: str, body: dict[str, object]
+) -> list[Any]:
+    """Events of a stream; "[DONE]" is the last."""
+    async with session.post(gateway.url + path, json={**body, "stream": True}) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["Cache-Control"] == "no-cache"
+        assert response.headers["X-Accel-Buffering"] == "no"
+        text = (await response.read()).decode()
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert found.pop() == "[DONE]"
+    return [json.loads(event) for event in found]
+
+
+async def test_a_chat_answer_has_every_required_key(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """All keys of the OpenAI specification are there, null where they do not apply."""
+    status, answer = await post(session, gateway, CHAT, HELLO)
+    (choice,) = answer["choices"]
+    assert status == 200
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["model"] == "tiny"
+    assert answer["system_fingerprint"].startswith("expertmesh-")
+    assert choice == {
+        "index": 0,
+        "message": {
+            "role": "assistant",
+            "content": "Hi there",
+            "refusal": None,
+            "annotations": [],
+        },
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
+    prompt_len = len(gateway.engine.requests[0].prompt_token_ids)
+    assert answer["usage"] == {
+        "prompt_tokens": prompt_len,
+        "completion_tokens": 8,
+        "total_tokens": prompt_len + 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+async def test_defaults_of_the_two_endpoints(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """A chat may fill the context, a completion has 16 tokens; both sample at temperature 1."""
+    await post(session, gateway, CHAT, HELLO)
+    await post(session, gateway, TEXT, {"prompt": "a"})
+    chat, text = gateway.engine.requests
+    assert chat.params.max_tokens == CONTEXT - len(chat.prompt_token_ids)
+    assert (text.params.max_tokens, text.params.temperature, text.params.top_p) == (16, 1.0, 1.0)
+    assert (text.params.top_k, text.params.stop, text.params.num_logprobs) == (0, (), None)
+    assert chat.params.seed != text.params.seed
+
+
+async def test_parameters_reach_the_engine(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """Every supported parameter is passed on, in the engine's own terms."""
+    body = {
+        **HELLO,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "seed": -1,
+        "stop": ["x", "y", "x"],
+        "max_tokens": 9,
+        "max_completion_tokens": 5,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": 1,
+        "tools": None,
+        "presence_penalty": 0,
+        "response_format": {"type": "text"},
+        "user": "someone",
+        "unknown": {"a": 1},
+    }
+    status, answer = await post(session, gateway, CHAT, body)
+    params = gateway.engine.requests[0].params
+    assert status == 200, answer
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.25, 7)
+    assert (params.seed, params.stop, params.max_tokens) == (2**64 - 1, ("x", "y"), 5)
+    assert (params.ignore_eos, params.num_logprobs) == (True, 2)
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_prompt_forms(gateway: Gateway, session: aiohttp.ClientSession) -> None:
+    """A text, texts, token ids, and lists of token ids; choices come in the order of prompts."""
+    for prompt, expected in (
+        ("ab", [[64, 65]]),
+        (["ab", "c"], [[64, 65], [66]]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ):
+        gateway.engine.requests.clear()
+        status, answer = await post(session, gateway, TEXT, {"prompt": prompt})
+        assert status == 200, answer
+        found = [list(request.prompt_token_ids) for request in gateway.engine.requests]
+        assert found == expected
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+        assert answer["usage"]["completion_tokens"] == 8 * len(expected)
+
+
+async def test_content_parts_and_roles(gateway: Gateway, session: aiohttp.ClientSession) -> None:
+    """Text parts are joined by line ends, and "developer" means "system"."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+    await post(session, gateway, CHAT, {"messages": messages})
+    tokenizer = gateway.frontend.model.tokenizer
+    assert tokenizer is not None
+    ids = gateway.engine.requests[0].prompt_token_ids
+    assert tokenizer.decode(ids) == "system\nbe kind\nuser\na\nb\nassistant\n"
+
+
+async def test_a_stream_has_a_role_then_text_then_a_reason(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """Chunks: the role, the text in pieces, an empty delta with the reason; then [DONE]."""
+    chunks = await events(session, gateway, CHAT, HELLO)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta["content"] for delta in deltas[1:-1]) == "Hi there"
+    assert deltas[-1] == {}
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_usage_in_a_stream(
+    gateway: Gateway, session: aiohttp.ClientSession, path: str
+) -> None:
+    """include_usage adds a last chunk without choices; the others say usage: null."""
+    body = {"prompt": "hello"} if path == TEXT else HELLO
+    chunks = await events(
+        session, gateway, path, {**body, "stream_options": {"include_usage": True}}
+    )
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 8
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+async def test_continuous_usage(gateway: Gateway, session: aiohttp.ClientSession) -> None:
+    """continuous_usage_stats puts the usage so far into every chunk."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await events(session, gateway, TEXT, {"prompt": "ab", "stream_options": options})
+    totals = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert totals == sorted(totals)
+    assert totals[-2:] == [8, 8]
+
+
+async def test_several_prompts_in_one_stream(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """Chunks of several prompts are told apart by their index."""
+    chunks = await events(session, gateway, TEXT, {"prompt": ["a", "b", "c"]})
+    for index in range(3):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "Hi there"
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == ["stop"]
+
+
+async def test_chat_logprobs(gateway: Gateway, session: aiohttp.ClientSession) -> None:
+    """A record per token with its bytes, also where a token is a part of a character."""
+    gateway.engine.answer = "é"
+    body = {**HELLO, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    _, answer = await post(session, gateway, CHAT, body)
+    (choice,) = answer["choices"]
+    content = choice["logprobs"]["content"]
+    assert [record["bytes"] for record in content] == [[0xC3], [0xA9]]
+    assert [record["token"] for record in content] == ["\ufffd", "\ufffd"]
+    assert content[0]["logprob"] == -0.25
+    assert content[0]["top_logprobs"][0]["bytes"] == [0xC3]
+    assert choice["token_ids"] == list(gateway.engine.tokenizer.encode("é"))  # type: ignore[union-attr]
+    assert answer["prompt_token_ids"] == list(gateway.engine.requests[0].prompt_token_ids)
+    streamed = await events(session, gateway, CHAT, body)
+    parts = [c["choices"][0]["logprobs"] for c in streamed if c["choices"][0]["logprobs"]]
+    assert [record for part in parts for record in part["content"]] == content
+
+
+async def test_completion_logprobs(gateway: Gateway, session: aiohttp.ClientSession) -> None:
+    """Parallel arrays with offsets; the pieces of a stream add up to the whole."""
+    body = {"prompt": "x", "logprobs": 1, "max_tokens": 3}
+    _, answer = await post(session, gateway, TEXT, body)
+    whole = answer["choices"][0]["logprobs"]
+    assert whole == {
+        "tokens": ["H", "i", " "],
+        "token_logprobs": [-0.25] * 3,
+        "top_logprobs": [{"H": -0.25}, {"i": -0.25}, {" ": -0.25}],
+        "text_offset": [0, 1, 2],
+    }
+    chunks = await events(session, gateway, TEXT, body)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    for key, values in whole.items():
+        assert [value for part in parts for value in part[key]] == values
+
+
+async def test_a_stop_string_is_named(gateway: Gateway, session: aiohttp.ClientSession) -> None:
+    """The text ends before the stop string, which is the stop_reason."""
+    _, answer = await post(session, gateway, TEXT, {"prompt": "x", "stop": "the"})
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        "Hi ",
+        "stop",
+        "the",
+    )
+
+
+async def test_without_a_tokenizer(session: aiohttp.ClientSession) -> None:
+    """Token ids go in and come out; texts and chats are refused with the reason."""
+    async with scripted_gateway(tokenizer=False) as gateway:
+        body = {"prompt": [1, 2], "return_token_ids": True, "logprobs": 0}
+        status, answer = await post(session, gateway, TEXT, body)
+        (choice,) = answer["choices"]
+        assert status == 200
+        assert (choice["text"], choice["token_ids"]) == ("", [5, 6, 7])
+        assert choice["prompt_token_ids"] == [1, 2]
+        assert choice["logprobs"]["tokens"] == ["token_id:5", "token_id:6", "token_id:7"]
+        chunks = await events(session, gateway, TEXT, body)
+        assert [c["choices"][0]["token_ids"] for c in chunks] == [[5], [6], [7]]
+        for path, bad in (
+            (CHAT, HELLO),
+            (TEXT, {"prompt": "a"}),
+            (TEXT, {"prompt": [1], "stop": "a"}),
+        ):
+            status, answer = await post(session, gateway, path, bad)
+            assert status == 400
+            assert "tokenizer" in answer["error"]["message"]
+
+
+async def test_the_context_may_be_filled_exactly(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """prompt + max_tokens equal to the context works; the default is cut to what is left."""
+    exact = {"prompt": [1] * (CONTEXT - 3), "max_tokens": 3}
+    assert (await post(session, gateway, TEXT, exact))[0] == 200
+    assert (await post(session, gateway, TEXT, {"prompt": [1] * (CONTEXT - 3)}))[0] == 200
+    assert [request.params.max_tokens for request in gateway.engine.requests] == [3, 3]
+    status, answer = await post(session, gateway, TEXT, {**exact, "max_tokens": 4})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    for number in (CONTEXT, CONTEXT - 3, 4):
+        assert str(number) in answer["error"]["message"]
+
+
+async def test_one_bad_prompt_stops_the_call(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """If one prompt of several cannot be served, none is computed."""
+    body = {"prompt": [[1, 2], [1] * (CONTEXT + 1)]}
+    status, _ = await post(session, gateway, TEXT, body)
+    assert (status, gateway.engine.requests) == (400, [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "type_", "code"),
+    [
+        (OverloadedError("full", retry_after_s=2.5), 503, "overloaded_error", "engine_overloaded"),
+        (ExpertUnavailableError([(3, 1)]), 503, "service_unavailable", "expert_unavailable"),
+        (EngineError("secret path"), 500, "server_error", "engine_error"),
+        (RuntimeError("secret path"), 500, "server_error", "internal_error"),
+    ],
+)
+async def test_errors_before_the_first_token_are_http_errors(
+    gateway: Gateway,
+    session: aiohttp.ClientSession,
+    error: Exception,
+    status: int,
+    type_: str,
+    code: str,
+    stream: bool,
+) -> None:
+    """Refused by the queue or failed early: a status that clients retry, and no details."""
+    engine = gateway.engine
+    engine.manual = True
+    waiting = asyncio.create_task(
+        post(session, gateway, CHAT, {**HELLO, "stream": stream, "max_tokens": 5})
+    )
+    await engine.wait_for(lambda: len(engine.requests) == 1)
+    engine.emit(finish_reason=FinishReason.ERROR, error=error)
+    found, answer = await waiting
+    assert (found, answer["error"]["type"], answer["error"]["code"]) == (status, type_, code)
+    assert "secret" not in json.dumps(answer)
+    engine.refuse = error
+    async with session.post(gateway.url + CHAT, json={**HELLO, "stream": stream}) as response:
+        assert response.status == status
+        assert ("Retry-After" in response.headers) == (status == 503)
+
+
+async def test_a_full_queue_cancels_the_other_prompts(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """If the queue takes only some prompts of a call, those are cancelled again."""
+    engine = gateway.engine
+    engine.manual, engine.refuse, engine.refuse_from = True, OverloadedError("full"), 2
+    status, _ = await post(session, gateway, TEXT, {"prompt": ["a", "b", "c"]})
+    assert status == 503
+    assert sorted(engine.cancelled) == sorted(request.request_id for request in engine.requests)
+    assert len(engine.cancelled) == 2
+
+
+async def test_an_error_in_a_stream_is_an_event(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """After the first token an error is an event, and [DONE] follows."""
+    engine = gateway.engine
+    engine.manual = True
+    waiting = asyncio.create_task(events(session, gateway, CHAT, HELLO))
+    await engine.wait_for(lambda: len(engine.requests) == 1)
+    engine.emit("Hi")
+    engine.emit(
+        finish_reason=FinishReason.ERROR, error=ExpertUnavailableError([(3, 1)], detail="w1 died")
+    )
+    found = await waiting
+    assert found[1]["choices"][0]["delta"] == {"content": "Hi"}
+    assert found[-1]["error"]["code"] == "expert_unavailable"
+    assert "layer 3 expert 1" in found[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_answer_does_not_pass_for_a_whole_one(
+    gateway: Gateway, session: aiohttp.ClientSession, stream: bool
+) -> None:
+    """A request that an operator aborts ends with an error."""
+    engine = gateway.engine
+    engine.manual = True
+    waiting = asyncio.create_task(post(session, gateway, TEXT, {"prompt": "a", "stream": stream}))
+    await engine.wait_for(lambda: len(engine.requests) == 1)
+    assert gateway.frontend.abort(engine.requests[0].request_id)
+    status, answer = await waiting
+    assert (status, answer["error"]["code"]) == (503, "request_aborted")
+    assert engine.cancelled == [engine.requests[0].request_id]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_client_that_leaves_cancels_its_request(
+    gateway: Gateway, stream: bool, started: bool
+) -> None:
+    """A closed connection cancels the request in the engine, before and after the first token."""
+    engine = gateway.engine
+    engine.manual = True
+    body = json.dumps({"prompt": "a", "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
+    await engine.wait_for(lambda: len(engine.requests) == 1)
+    if started:
+        engine.emit("Hi")
+        if stream:
+            await reader.readuntil(b"Hi")
+    writer.close()
+    await engine.wait_for(lambda: engine.cancelled == [engine.requests[0].request_id])
+
+
+async def test_a_waiting_stream_is_kept_alive(session: aiohttp.ClientSession) -> None:
+    """While nothing comes, comments are sent; a later error goes into the stream."""
+    async with scripted_gateway(limits=ApiLimits(keep_alive_s=0.05)) as gateway:
+        engine = gateway.engine
+        engine.manual = True
+        body = {**HELLO, "stream": True}
+        async with session.post(gateway.url + CHAT, json=body) as response:
+            assert response.status == 200
+            assert await response.content.readline() == b": keep-alive\n"
+            engine.emit(finish_reason=FinishReason.ERROR, error=OverloadedError("late"))
+            rest = (await response.content.read()).decode()
+        frames = [line for line in rest.split("\n\n") if line.strip().startswith("data:")]
+        assert json.loads(frames[0].strip()[6:])["error"]["code"] == "engine_overloaded"
+        assert frames[1] == "data: [DONE]"
+
+
+async def test_a_reader_that_takes_nothing_is_cut() -> None:
+    """A stream whose client never reads is ended after the write timeout, its request cancelled."""
+    async with scripted_gateway(limits=ApiLimits(write_timeout_s=0.2)) as gateway:
+        engine = gateway.engine
+        engine.manual = True
+        body = json.dumps({"prompt": "a", "stream": True}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1024)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
+        await engine.wait_for(lambda: len(engine.requests) == 1)
+        for _ in range(200):
+            engine.emit("x" * 100_000)
+        await engine.wait_for(lambda: bool(engine.cancelled))
+        writer.close()
+
+
+async def test_the_openai_package_understands_the_answers(gateway: Gateway) -> None:
+    """Whole and streamed chats and completions, models, and typed errors."""
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as api:
+        assert [model.id async for model in api.models.list()] == ["tiny"]
+        assert (await api.models.retrieve("tiny")).owned_by == "expertmesh"
+        messages: Any = HELLO["messages"]
+        whole = await api.chat.completions.create(model="tiny", messages=messages, logprobs=True)
+        assert whole.choices[0].message.content == "Hi there"
+        stream = await api.chat.completions.create(
+            model="tiny", messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hi there"
+        assert chunks[-1].usage is not None
+        text = await api.completions.create(model="tiny", prompt=["a", "b"])
+        assert [choice.text for choice in text.choices] == ["Hi there"] * 2
+        with pytest.raises(openai.NotFoundError) as missing:
+            await api.chat.completions.create(model="other", messages=messages)
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as bad:
+            await api.chat.completions.create(model="tiny", messages=messages, temperature=9)
+        assert bad.value.param == "temperature"
+        gateway.engine.refuse = OverloadedError("full")
+        with pytest.raises(openai.InternalServerError):
+            await api.completions.create(model="tiny", prompt="a")
