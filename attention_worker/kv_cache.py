@@ -65,8 +65,8 @@ class KvPoolSettings:
     """Longest sequence in tokens."""
     cache_tokens: int | None = None
     """Tokens that the pool shall hold; None derives it from memory."""
-    memory_fraction: float = 0.3
-    """Part of the memory available at start-up that a derived pool may take."""
+    memory_fraction: float = 0.25
+    """Part of the available memory that a derived pool may take."""
 
 
 def choose_num_kv_blocks(
@@ -74,6 +74,12 @@ def choose_num_kv_blocks(
 ) -> int:
     """Blocks of the pool: as asked for, else the smaller of what memory allows and what
     `max_num_seqs` sequences of `max_model_len` tokens can use.
+
+    Args:
+        config: The model.
+        settings: What decides the size.
+        dtype: Of keys and values.
+        available_bytes: Memory that is left beside the weights.
 
     Raises:
         SettingsError: Not even one sequence of max_model_len fits.
@@ -84,7 +90,7 @@ def choose_num_kv_blocks(
         num_blocks = settings.cache_tokens // settings.block_size
         source = f"kv_cache_tokens={settings.cache_tokens}"
     else:
-        affordable = int(available_bytes * settings.memory_fraction) // block_bytes
+        affordable = max(0, int(available_bytes * settings.memory_fraction)) // block_bytes
         num_blocks = min(affordable, settings.max_num_seqs * blocks_per_sequence)
         source = (
             f"{settings.memory_fraction:.0%} of {available_bytes / 2**20:.0f} MiB available memory"

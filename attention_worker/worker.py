@@ -18,15 +18,14 @@ from attention_worker.kv_cache import (
 )
 from attention_worker.loader import load_model
 from attention_worker.membership import MapUser, NoMapUser
-from attention_worker.model import Model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.server import AttentionServer, AttentionServicer
 from attention_worker.warm_up import warm_up
 from expert_worker.backend import ExpertBackend
-from expert_worker.store import ExpertStore
+from expert_worker.store import ExpertStore, count_experts
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.checkpoint import Checkpoint
-from expertmesh.errors import SettingsError
+from expertmesh.errors import SettingsError, StartupError
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -57,18 +56,22 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     """Loads everything and warms it up; may take minutes.
 
     Raises:
-        StartupError: The settings cannot work, or the checkpoint cannot be served.
-        RuntimeError: The kernels do not compute what they must on this machine.
+        StartupError: The settings cannot work, the checkpoint cannot be served, or the kernels do
+            not compute what they must on this machine.
     """
     torch.set_num_threads(1)  # the kernels are single-threaded; a second pool would take cores
-    fingerprint = numerics_fingerprint()
     checkpoint = Checkpoint.open(Path(settings.model))
-    dtype_name = _dtype_name(settings, checkpoint.config)
-    max_model_len = _max_model_len(settings, checkpoint.config)
-    device = torch.device(settings.device)
-    model = load_model(checkpoint, TORCH_DTYPES[dtype_name], device, max_model_len)
+    config = checkpoint.config
+    dtype_name = _dtype_name(settings, config)
+    dtype, device = TORCH_DTYPES[dtype_name], torch.device(settings.device)
+    pool = _kv_pool_settings(settings, _max_model_len(settings, config))
+    num_kv_blocks = choose_num_kv_blocks(
+        config, pool, dtype, available_memory(device) - _weight_bytes(settings, checkpoint, dtype)
+    )
+    fingerprint = _self_test()
+    model = load_model(checkpoint, dtype, device, pool.max_model_len)
     experts, map_user = _experts(settings, checkpoint, dtype_name)
-    kv = _kv_cache(settings, model)
+    kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
     warm_up(model, kv)
     runner = ModelRunner(model, experts, kv, _limits(settings))
     description = _description(settings, checkpoint, runner, dtype_name)
@@ -77,6 +80,14 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection needs to look at it again
     return AttentionWorker(AttentionServer(servicer, settings.socket_path), experts, description)
+
+
+def _self_test() -> bytes:
+    """Fingerprint of this machine's numerics, which other processes are compared with."""
+    try:
+        return numerics_fingerprint()
+    except RuntimeError as error:
+        raise StartupError(f"the kernels do not work on this machine: {error}") from error
 
 
 def _dtype_name(settings: AttentionWorkerSettings, config: ModelConfig) -> DtypeName:
@@ -109,18 +120,25 @@ def _experts(
     return LocalExperts(ExpertBackend(store)), NoMapUser()
 
 
-def _kv_cache(settings: AttentionWorkerSettings, model: Model) -> PagedKvCache:
+def _kv_pool_settings(settings: AttentionWorkerSettings, max_model_len: int) -> KvPoolSettings:
     engine = settings.engine
-    pool = KvPoolSettings(
+    return KvPoolSettings(
         block_size=engine.kv_block_size,
         max_num_seqs=engine.max_num_seqs,
-        max_model_len=model.max_model_len,
+        max_model_len=max_model_len,
         cache_tokens=engine.kv_cache_tokens,
         memory_fraction=engine.kv_memory_fraction,
     )
-    available_bytes = available_memory(model.device)
-    num_blocks = choose_num_kv_blocks(model.config, pool, model.dtype, available_bytes)
-    return PagedKvCache(model.config, num_blocks, pool.block_size, model.dtype, model.device)
+
+
+def _weight_bytes(
+    settings: AttentionWorkerSettings, checkpoint: Checkpoint, dtype: torch.dtype
+) -> int:
+    """Memory that weights will take, about: so that the pool's size is known before loading."""
+    stored = checkpoint.attention_nbytes()
+    if settings.colocated:
+        stored += checkpoint.expert_nbytes() * count_experts(checkpoint.config)
+    return stored * dtype.itemsize // TORCH_DTYPES[checkpoint.config.dtype].itemsize
 
 
 def _limits(settings: AttentionWorkerSettings) -> RunnerLimits:
