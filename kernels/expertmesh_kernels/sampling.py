@@ -3,8 +3,8 @@
 A row's token depends on its logits, settings, seed and position alone. With w[i] =
 exp((logit[i] - max) / temperature) in FP32 and 0 where the logit is NaN or -inf:
 
-1. Temperature 0 (or negative or NaN), or no finite maximum: the lowest id with the largest logit
-   that is not NaN; 0 if all are NaN.
+1. Temperature 0 (or negative or NaN), or no finite maximum: the lowest id with the largest logit,
+   NaN counting as -inf; 0 if all are -inf.
 2. Top-k: keep the k largest w, ties to the lowest ids; off for k <= 0.
 3. Top-p, of what is left: keep the fewest largest w whose sum reaches top_p of the total, at least
    one, ties to the lowest ids; off for top_p >= 1.

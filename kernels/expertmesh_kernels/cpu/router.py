@@ -36,9 +36,11 @@ def softmax_topk(
 @njit
 def _largest_free(logits: NDArray[np.float32], taken: NDArray[np.bool_]) -> int:
     best = -1
+    best_logit = np.float32(-np.inf)
     for e in range(logits.size):
-        if not taken[e] and (best < 0 or logits[e] > logits[best] or np.isnan(logits[best])):
-            best = e if best < 0 or not np.isnan(logits[e]) else best
+        if not taken[e] and (best < 0 or logits[e] > best_logit):
+            best = e
+            best_logit = np.float32(-np.inf) if np.isnan(logits[e]) else logits[e]
     return best
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.primitives import exp, float_bits, log
+from expertmesh_kernels.cpu.primitives import exp, float_bits, float_from_bits, log
 from expertmesh_kernels.cpu.storage import lane_max
 
 LOWEST_LOGPROB = np.float32(-9999.0)
@@ -30,19 +30,20 @@ def sample(
     """One token per row; `expertmesh_kernels.sampling` says how."""
     vocab_size = logits_SV.shape[1]
     weights = np.empty(vocab_size, np.float32)
+    candidates = np.empty(vocab_size, np.float32)
     costs = np.empty(vocab_size, np.float64)
     for s in range(logits_SV.shape[0]):
         logits = logits_SV[s]
         top = lane_max(logits)
         temperature = temperature_S[s]
         if not temperature > np.float32(0.0) or not np.isfinite(top):
-            tokens_S[s] = _first_at(logits, top)
+            tokens_S[s] = _first_at(logits, top) if top > np.float32(-np.inf) else 0
             continue
         _weights(logits, top, temperature, weights)
         if 0 < top_k_S[s] < vocab_size:
             _keep_top_k(weights, top_k_S[s])
         if top_p_S[s] < np.float32(1.0):
-            _keep_top_p(weights, top_p_S[s])
+            _keep_top_p(weights, top_p_S[s], candidates)
         tokens_S[s] = _race(weights, seeds_S[s], np.uint64(positions_S[s]), costs)
 
 
@@ -106,26 +107,39 @@ def _keep_top_k(weights: NDArray[np.float32], k: int) -> None:
 
 
 @njit
-def _keep_top_p(weights: NDArray[np.float32], top_p: np.float32) -> None:
-    """Zero all but the fewest largest weights that reach top_p of the total, ties to low ids."""
-    target = max(np.float64(top_p), 0.0) * _sum_from(weights, 0)
+def _keep_top_p(
+    weights: NDArray[np.float32], top_p: np.float32, candidates: NDArray[np.float32]
+) -> None:
+    """Zero all but the fewest largest weights that reach top_p of the total, ties to low ids.
+
+    Weights below (1 - top_p) / V of the total can't be among them, even all together, so the
+    bisection runs on the rest: few, for what a model predicts.
+    """
+    share = max(np.float64(top_p), 0.0)
+    total = _sum_from(weights, 0)
+    rest = candidates[: _collect(weights, (1.0 - share) * total / weights.size, candidates)]
+    target = share * total
     low, high = 0, _ONE_BITS + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if _sum_from(weights, middle) >= target:
+        if _sum_from(rest, middle) >= target:
             low = middle
         else:
             high = middle
-    if low == _ONE_BITS and target <= 1.0:
-        _cut(weights, low, 1)
-        return
-    missing = target - _sum_from(weights, low + 1)
-    weight = 0.0
+    if low > 0:
+        missing = target - _sum_from(rest, low + 1)
+        _cut(weights, low, max(1, int(np.ceil(missing / float_from_bits(np.int32(low))))))
+
+
+@njit
+def _collect(weights: NDArray[np.float32], floor: float, candidates: NDArray[np.float32]) -> int:
+    """Copy the positive weights of at least `floor`; returns their number."""
+    count = 0
     for i in range(weights.size):
-        if float_bits(weights[i]) == low:
-            weight = np.float64(weights[i])
-            break
-    _cut(weights, low, weights.size if weight == 0.0 else int(np.ceil(missing / weight)))
+        if weights[i] >= floor and weights[i] > np.float32(0.0):
+            candidates[count] = weights[i]
+            count += 1
+    return count
 
 
 @njit

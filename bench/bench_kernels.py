@@ -1,0 +1,147 @@
+"""Speed of the CPU kernels on one core: `python bench/bench_kernels.py [linear|attention|small|sampling]`.
+
+Prints the median and the fastest of repeated calls. The two differ widely where other processes
+use the machine; compare kernels by the fastest.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from expertmesh.model_config import GateConfig, RopeConfig
+from expertmesh_kernels.combine import combine
+from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
+from expertmesh_kernels.linear import linear, pack_linear
+from expertmesh_kernels.norm import rms_norm
+from expertmesh_kernels.paged_attention import paged_attention, write_kv
+from expertmesh_kernels.rope import apply_rope, rope_table
+from expertmesh_kernels.router import route
+from expertmesh_kernels.sampling import sample, top_logprobs
+
+BUDGET_S = 0.4
+
+
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Median and minimum seconds of a call, after a warm-up."""
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + BUDGET_S
+    while len(times) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times)), min(times)
+
+
+def show(name: str, run: Callable[[], object]) -> None:
+    """One line for a small op."""
+    median, fastest = timed(run)
+    print(f"{name:32} {median * 1e6:9.1f} us  fastest {fastest * 1e6:9.1f} us")
+
+
+def bench_linear() -> None:
+    """The linear layer against `F.linear` with one thread."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for depth, columns in ((576, 3072), (1536, 576)):
+            weight = torch.randn(columns, depth).to(dtype)
+            packed = pack_linear(weight)
+            for rows in (1, 4, 8, 32, 512):
+                x = torch.randn(rows, depth).to(dtype)
+                median, ours = timed(lambda x=x, packed=packed: linear(x, packed))
+                _, torchs = timed(lambda x=x, weight=weight: torch.nn.functional.linear(x, weight))
+                print(
+                    f"{str(dtype)[6:]:9} [{columns}x{depth}] {rows:4} rows"
+                    f"  median {median * 1e6:8.0f} us  fastest {ours * 1e6:8.0f} us"
+                    f"  {2 * rows * depth * columns / ours / 1e9:6.1f} GFLOP/s"
+                    f"  {weight.nbytes / ours / 1e9:5.1f} GB/s  torch {torchs * 1e6:8.0f} us"
+                    f"  ours/torch {ours / torchs:5.2f}"
+                )
+
+
+def bench_attention() -> None:
+    """9 query heads on 3 KV heads of 64: one row after 500 keys, and a prompt of 512."""
+    for dtype in (torch.float32, torch.bfloat16):
+        k_cache = torch.zeros(64, 3, 16, 64, dtype=dtype)
+        v_cache = torch.zeros_like(k_cache)
+        k = torch.randn(1024, 3, 64).to(dtype)
+        write_kv(k, k, k_cache, v_cache, np.arange(1024))
+        tables = np.random.default_rng(0).permutation(64).astype(np.int32)[None]
+        for positions in (np.arange(499, 500), np.arange(512)):
+            rows = len(positions)
+            q = torch.randn(rows, 9, 64).to(dtype)
+            arguments = (tables, np.zeros(rows, np.int32), positions.astype(np.int32))
+            show(
+                f"attention {str(dtype)[6:]} {rows} rows",
+                lambda q=q, k=k_cache, v=v_cache, a=arguments: paged_attention(
+                    q, k, v, *a, scale=0.125, sliding_window=None
+                ),
+            )
+        show(
+            f"write_kv {str(dtype)[6:]} 1 row",
+            lambda k=k, a=k_cache, b=v_cache: write_kv(k[:1], k[:1], a, b, np.arange(1)),
+        )
+
+
+def bench_small() -> None:
+    """The other ops, mostly one row: what a call costs."""
+    x = torch.randn(1, 576).bfloat16()
+    weight = torch.ones(576).bfloat16()
+    tiny = pack_linear(torch.randn(64, 576).bfloat16())
+    expert = ExpertWeights(
+        pack_linear(torch.randn(3072, 576).bfloat16()),
+        pack_linear(torch.randn(576, 1536).bfloat16()),
+    )
+    table = rope_table(RopeConfig(theta=1e4, dim=64), 64)
+    q = torch.randn(1, 9, 64).bfloat16()
+    position = np.zeros(1, np.int32)
+    logits = torch.randn(1, 8)
+    weights = np.ones((1, 2), np.float32)
+    outputs = torch.randn(2, 576).bfloat16()
+    show("linear [64x576] 1 row", lambda: linear(x, tiny))
+    show("expert [3x1536x576] 1 row", lambda: gated_mlp(x, expert, "silu"))
+    show("rms_norm 1 row", lambda: rms_norm(x, weight, 1e-5))
+    show("rope 1 row", lambda: apply_rope(q, position, table))
+    show("route 1 row", lambda: route(logits, GateConfig(8, 2)))
+    show("combine 1 row", lambda: combine(outputs, weights))
+
+
+def bench_sampling() -> None:
+    """One row of 49,152 logits."""
+    logits = torch.randn(1, 49_152) * 3
+    for name, temperature, top_p, top_k in (
+        ("greedy", 0, 1, 0),
+        ("temperature", 1, 1, 0),
+        ("top_k", 1, 1, 50),
+        ("top_p", 1, 0.9, 0),
+    ):
+        arguments = (
+            np.full(1, temperature, np.float32),
+            np.full(1, top_p, np.float32),
+            np.full(1, top_k, np.int32),
+            np.ones(1, np.uint64),
+            np.ones(1, np.int64),
+        )
+        show(f"sample {name}", lambda a=arguments: sample(logits, *a))
+    show("top_logprobs 20", lambda: top_logprobs(logits, np.zeros(1, np.int64), 20))
+
+
+def main() -> None:
+    """Run the benchmarks named on the command line, or all."""
+    torch.set_num_threads(1)
+    benches = {
+        "linear": bench_linear,
+        "attention": bench_attention,
+        "small": bench_small,
+        "sampling": bench_sampling,
+    }
+    for name in sys.argv[1:] or list(benches):
+        benches[name]()
+
+
+if __name__ == "__main__":
+    main()
