@@ -28,6 +28,7 @@ from expertmesh.wire import Received, max_message_bytes, receiver
 SERVICE = "expertmesh.v1.ExpertService"
 _SPARE_THREADS = 8  # health checks, orders and refusals beside the long-lived streams
 _NOTICE_SHARE = 0.25  # of the grace: calls are still answered, so that gateways can leave
+_LAST_WORDS_S = 0.5  # for Watch streams to say that it drains
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -89,7 +90,7 @@ class ExpertServer:
         self.state.wait_idle(grace_s * (1 - _NOTICE_SHARE))
         self.state.stop()
         self._health.enter_graceful_shutdown()
-        self._server.stop(0.1).wait(2.0)
+        self._server.stop(_LAST_WORDS_S).wait(2.0)
         self._maintenance.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 

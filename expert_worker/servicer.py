@@ -166,10 +166,10 @@ class ExpertServicer:
     ) -> Iterator[pb.WatchResponse]:
         version = -1
         while not self._state.stopping and context.is_active():
-            # The version comes first: a change during the snapshot causes another one.
+            # The version comes first: a change during the snapshot causes another one. The
+            # last snapshot of a life says that it drains.
             version = self._state.wait_change(version, heartbeat_s, context.is_active)
-            if not self._state.stopping:
-                yield self._state.snapshot()
+            yield self._state.snapshot()
 
     # --- orders ---
 

@@ -1,0 +1,262 @@
+"""Watch, LoadExperts, UnloadExperts and Drain on a socket."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from expert_worker.server import SERVICE, ExpertServer
+from expertmesh.checkpoint import Checkpoint
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.v1 import expert_service_pb2_grpc as rpc
+from tests.conftest import Models
+from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
+from tests.support.expert_wire import TIMEOUT_S, RawStream, channel, health, request
+from tests.support.processes import poll
+from tests.support.tiny_checkpoints import MIXTRAL
+
+E = pb.ForwardError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models: Models) -> Checkpoint:
+    """A tiny Mixtral: 3 layers, 8 experts, top-2."""
+    return Checkpoint.open(models.tiny(MIXTRAL))
+
+
+@pytest.fixture
+def server(checkpoint: Checkpoint) -> Iterator[ExpertServer]:
+    """An expert worker with experts 0 to 3 of each layer."""
+    with expert_server(loaded_store(checkpoint, "float32", "0-3"), max_streams=2) as started:
+        yield started
+
+
+def test_watch_tells_everything_at_once(server: ExpertServer) -> None:
+    """The first snapshot has identity, model, capacity and residency."""
+    with channel(server) as opened:
+        state = next(iter(rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest())))
+    store = server.state.store
+    assert (state.worker_id, state.device, state.draining) == ("worker", "cpu", False)
+    assert state.incarnation == server.state.identity.incarnation
+    assert state.protocol_revision == 1
+    assert state.numerics_fingerprint == b"numerics"
+    assert state.model.fingerprint == store.checkpoint.fingerprint
+    assert (state.model.num_layers, state.model.num_experts, state.model.hidden_size) == (3, 8, 48)
+    assert state.model.dtype == pb.DTYPE_FLOAT32
+    assert (state.capacity.expert_slots, state.capacity.used_expert_slots) == (24, 12)
+    assert state.capacity.resident_bytes == store.resident_bytes
+    held = {layer.layer: list(layer.resident) for layer in state.layers}
+    assert held == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}
+    assert state.row_credits == ROW_CREDITS
+
+
+def test_watch_tells_changes_at_once(server: ExpertServer) -> None:
+    """A change of residency comes long before the heartbeat."""
+    with channel(server) as opened:
+        watch = iter(rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest(heartbeat_ms=60_000)))
+        first = next(watch)
+        started = time.monotonic()
+        server.state.store.load(1, 7)
+        second = next(watch)
+        assert time.monotonic() - started < 5.0
+        assert list(second.layers[1].resident) == [0, 1, 2, 3, 7]
+        assert second.sequence > first.sequence
+
+
+def test_watch_has_a_heartbeat(server: ExpertServer) -> None:
+    """Without changes snapshots still come."""
+    with channel(server) as opened:
+        watch = iter(rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest(heartbeat_ms=50)))
+        snapshots = [next(watch) for _ in range(3)]
+    assert [s.sequence - snapshots[0].sequence for s in snapshots] == [0, 1, 2]
+
+
+def test_watch_ends_promptly_at_shutdown(checkpoint: Checkpoint) -> None:
+    """Stopping does not wait for heartbeats or open streams; health says NOT_SERVING first."""
+    with (
+        expert_server(loaded_store(checkpoint, "float32", "0")) as server,
+        channel(server) as opened,
+    ):
+        assert health(opened, SERVICE) == health_pb2.HealthCheckResponse.SERVING
+        watch = rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest(heartbeat_ms=60_000))
+        snapshots = iter(watch)
+        next(snapshots)
+        with ThreadPoolExecutor(1, "watcher") as pool:
+            rest = pool.submit(list, snapshots)
+            started = time.monotonic()
+            server.stop(0.2)
+            assert time.monotonic() - started < 3.0
+            assert rest.result(TIMEOUT_S)[-1].draining
+
+
+def test_a_watch_that_left_makes_room(server: ExpertServer) -> None:
+    """Watches are limited; one that is cancelled is noticed at once."""
+    with channel(server) as opened:
+        stub = rpc.ExpertServiceStub(opened)
+        watches = [stub.Watch(pb.WatchRequest(heartbeat_ms=60_000)) for _ in range(2)]
+        for watch in watches:
+            next(iter(watch))
+        with pytest.raises(grpc.RpcError, match="2 watches are open already"):
+            next(iter(stub.Watch(pb.WatchRequest())))
+        watches[0].cancel()
+
+        def has_room() -> bool:
+            try:
+                next(iter(stub.Watch(pb.WatchRequest(), timeout=TIMEOUT_S)))
+            except grpc.RpcError:
+                return False
+            return True
+
+        poll(has_room, timeout_s=5.0, what="the place is free")
+
+
+# --- orders ---
+
+
+def test_malformed_orders_are_invalid(server: ExpertServer) -> None:
+    """Bytes that are no message give INVALID_ARGUMENT, not UNKNOWN."""
+    with channel(server) as opened:
+        for method in ("Watch", "LoadExperts", "UnloadExperts", "Drain"):
+            call = opened.unary_stream(f"/{SERVICE}/{method}", bytes, bytes)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(b"\xff\xff", timeout=TIMEOUT_S))
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "2 bytes are not a" in str(caught.value.details())
+
+
+def order(
+    server: ExpertServer, experts: list[tuple[int, int]], token: int = 1
+) -> dict[str, object]:
+    return {
+        "incarnation": server.state.identity.incarnation,
+        "leader_token": token,
+        "experts": [pb.ExpertId(layer=layer, expert=expert) for layer, expert in experts],
+    }
+
+
+def test_load_reports_progress(server: ExpertServer) -> None:
+    """Two messages for each expert; a failure names its reason and does not stop the rest."""
+    with channel(server) as opened:
+        message = pb.LoadExpertsRequest(**order(server, [(0, 6), (0, 99), (0, 1)]))  # type: ignore[arg-type]
+        events = list(rpc.ExpertServiceStub(opened).LoadExperts(message, timeout=TIMEOUT_S))
+    assert [(event.expert.expert, event.state) for event in events] == [
+        (6, pb.EXPERT_STATE_LOADING),
+        (6, pb.EXPERT_STATE_RESIDENT),
+        (99, pb.EXPERT_STATE_LOADING),
+        (99, pb.EXPERT_STATE_FAILED),
+        (1, pb.EXPERT_STATE_LOADING),
+        (1, pb.EXPERT_STATE_RESIDENT),
+    ]
+    assert events[3].message == "layer 0 has experts 0 to 7, not 99"
+    assert server.state.store.residency()[0].resident == (0, 1, 2, 3, 6)
+
+
+def test_unload_has_two_phases(server: ExpertServer) -> None:
+    """An expert is first retiring and still answers; after its time it is gone."""
+    message = pb.UnloadExpertsRequest(**order(server, [(1, 3), (1, 7)]), retire_ms=300)  # type: ignore[arg-type]
+    with channel(server) as opened:
+        events = iter(rpc.ExpertServiceStub(opened).UnloadExperts(message, timeout=TIMEOUT_S))
+        retiring = [next(events), next(events)]
+        assert [event.state for event in retiring] == [pb.EXPERT_STATE_RETIRING] * 2
+        assert server.state.store.residency()[1].retiring == (3,)
+        (reply,) = RawStream(opened, [request(server).SerializeToString()]).read()
+        assert reply.HasField("outputs")
+        assert [event.state for event in events] == [pb.EXPERT_STATE_UNLOADED] * 2
+        (reply,) = RawStream(opened, [request(server).SerializeToString()]).read()
+        assert reply.error.code == E.CODE_EXPERT_NOT_RESIDENT
+
+
+def test_loading_does_not_block_calls(
+    server: ExpertServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls are answered while an expert is being read."""
+    gate, reading = threading.Event(), threading.Event()
+    read = server.state.store.checkpoint.read_expert
+
+    def slow_read(layer: int, expert: int) -> object:
+        reading.set()
+        gate.wait(TIMEOUT_S)
+        return read(layer, expert)
+
+    monkeypatch.setattr(server.state.store.checkpoint, "read_expert", slow_read)
+    message = pb.LoadExpertsRequest(**order(server, [(1, 6)]))  # type: ignore[arg-type]
+    with channel(server) as opened:
+        events = iter(rpc.ExpertServiceStub(opened).LoadExperts(message, timeout=TIMEOUT_S))
+        assert next(events).state == pb.EXPERT_STATE_LOADING
+        assert reading.wait(TIMEOUT_S)
+        (reply,) = RawStream(opened, [request(server).SerializeToString()]).read()
+        assert reply.HasField("outputs")
+        gate.set()
+        assert next(events).state == pb.EXPERT_STATE_RESIDENT
+
+
+Orders = Callable[[rpc.ExpertServiceStub], Iterable[object]]
+
+
+def test_orders_are_fenced(server: ExpertServer) -> None:
+    """Orders for another life, of a past leader, or out of bounds are refused."""
+    own = server.state.identity.incarnation
+    none: list[tuple[int, int]] = []
+    with channel(server) as opened:
+        stub = rpc.ExpertServiceStub(opened)
+        list(stub.LoadExperts(pb.LoadExpertsRequest(**order(server, none, token=7))))  # type: ignore[arg-type]
+        refused: list[tuple[Iterable[object], grpc.StatusCode, str]] = [
+            (
+                stub.LoadExperts(pb.LoadExpertsRequest(**order(server, none, token=6))),  # type: ignore[arg-type]
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "leader_token is 6, but 7 was seen",
+            ),
+            (
+                stub.UnloadExperts(pb.UnloadExpertsRequest(incarnation=3, leader_token=9)),
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "incarnation is 0x3",
+            ),
+            (
+                stub.Drain(pb.DrainRequest(incarnation=3)),
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "incarnation is 0x3",
+            ),
+            (
+                stub.UnloadExperts(
+                    pb.UnloadExpertsRequest(incarnation=own, leader_token=7, retire_ms=2**32 - 1)
+                ),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "retire_ms is 4294967295",
+            ),
+            (
+                stub.LoadExperts(pb.LoadExpertsRequest(**order(server, [(0, 0)] * 49, token=7))),  # type: ignore[arg-type]
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "experts has 49 entries, expected at most 48",
+            ),
+        ]
+        for call, code, text in refused:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() == code
+            assert text in str(caught.value.details())
+
+
+def test_drain_waits_for_calls_in_flight(server: ExpertServer) -> None:
+    """New calls are refused as draining; the drain ends when the last call has ended."""
+    message = request(server).SerializeToString()
+    own = server.state.identity.incarnation
+    with channel(server) as opened:
+        server.backend._device_lock.acquire()
+        try:
+            slow = RawStream(opened, [message])
+            poll(lambda: server.state.calls_in_flight == 1, timeout_s=TIMEOUT_S, what="it waits")
+            drain = iter(rpc.ExpertServiceStub(opened).Drain(pb.DrainRequest(incarnation=own)))
+            assert next(drain).calls_in_flight == 1
+            (refused,) = RawStream(opened, [message]).read()
+            assert refused.error.code == E.CODE_DRAINING
+        finally:
+            server.backend._device_lock.release()
+        assert [reply.HasField("outputs") for reply in slow.read()] == [True]
+        assert list(drain)[-1].drained
+        assert server.state.snapshot().draining
