@@ -150,11 +150,11 @@ class ModelRunner:
 
 def _finite_rows(logits_PV: Tensor) -> npt.NDArray[np.bool_]:
     """Which rows are free of NaN and infinities, [P]."""
-    sums_P = logits_PV.sum(dim=1)  # one pass; anything not finite makes its sum not finite
-    if bool(torch.isfinite(sums_P).all()):
-        return np.ones(len(logits_PV), np.bool_)
-    finite: npt.NDArray[np.bool_] = torch.isfinite(logits_PV).all(dim=1).cpu().numpy()
-    return finite
+    sums_P = logits_PV.sum(dim=1).cpu().numpy()  # one pass; a NaN or infinity shows in the sum
+    finite_P: npt.NDArray[np.bool_] = np.isfinite(sums_P)
+    if not finite_P.all():  # a sum may overflow without them: look closer
+        finite_P = torch.isfinite(logits_PV).all(dim=1).cpu().numpy()
+    return finite_P
 
 
 def _failed(message: str) -> pb.StepResponse:
