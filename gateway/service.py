@@ -199,6 +199,7 @@ class GenerationFrontend:
                 code="request_id_in_use",
             )
         self._active[prompt.request_id] = (stream, index)
+        stream.running.add(index)
         try:
             self._engine.submit(
                 GenerationRequest(
@@ -210,6 +211,7 @@ class GenerationFrontend:
                 )
             )
         except BaseException:
+            stream.running.discard(index)
             del self._active[prompt.request_id]
             raise
 
@@ -257,7 +259,8 @@ class GenerationStream:
     def __init__(self, frontend: GenerationFrontend, request_ids: Sequence[str]) -> None:
         self._frontend = frontend
         self._request_ids = tuple(request_ids)
-        self._running = set(range(len(request_ids)))
+        self.running: set[int] = set()
+        """Prompts that the engine has and that have not ended."""
         self._pending: dict[int, list[RequestOutput]] = {}
         self._error: Exception | None = None
         self._wake = asyncio.Event()
@@ -275,14 +278,14 @@ class GenerationStream:
 
     def close(self) -> None:
         """Cancels the requests that still run."""
-        running = [self._request_ids[index] for index in self._running]
-        self._running.clear()
+        running = [self._request_ids[index] for index in self.running]
+        self.running.clear()
         self._frontend.release(running, cancel=True)
 
     @property
     def done(self) -> bool:
         """True once every output was returned."""
-        return not self._running and not self._pending and self._error is None
+        return not self.running and not self._pending and self._error is None
 
     def sink(self, index: int) -> Sink:
         """Takes the outputs of a prompt."""
@@ -290,10 +293,10 @@ class GenerationStream:
 
     def push(self, index: int, output: RequestOutput) -> None:
         """Adds an output of a prompt; those of an ended prompt are dropped."""
-        if index not in self._running:
+        if index not in self.running:
             return
         if output.finish_reason is not None:
-            self._running.discard(index)
+            self.running.discard(index)
             self._frontend.release([self._request_ids[index]], cancel=False)
         if output.finish_reason is FinishReason.ERROR:
             self._error = output.error or EngineError("the request failed")
@@ -315,7 +318,7 @@ class GenerationStream:
         Raises:
             Exception: A request failed; the others should be cancelled.
         """
-        if not self._pending and self._error is None and self._running:
+        if not self._pending and self._error is None and self.running:
             self._wake.clear()
             try:
                 async with asyncio.timeout(timeout_s):

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from expertmesh.errors import EngineError, ExpertUnavailableError, OverloadedError
-from gateway.sequence import FinishReason
+from gateway.sequence import FinishReason, RequestOutput
 from gateway.service import ApiLimits
 from tests.support.scripted_engine import CONTEXT, Gateway, scripted_gateway
 
@@ -438,8 +438,8 @@ async def test_a_reader_that_takes_nothing_is_cut() -> None:
             % (len(body), body)
         )
         await engine.wait_for(lambda: len(engine.requests) == 1)
-        for _ in range(200):
-            engine.emit("x" * 100_000)
+        request = engine.requests[0]
+        request.sink(RequestOutput(request.request_id, token_ids=(1,), text="x" * 20_000_000))
         await engine.wait_for(lambda: bool(engine.cancelled))
         writer.close()
 
