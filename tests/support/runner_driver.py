@@ -104,7 +104,7 @@ class RunnerDriver:
         self.waiting: list[DrivenRequest] = []
         self.step_number = 0
         self._free_slots = list(range(runner.limits.num_request_slots))
-        # Backwards, so that a sequence's blocks are neither adjacent nor ascending by accident.
+        # Taken from the end, so that a sequence's blocks descend: order in the pool must not matter.
         self._free_blocks = list(range(runner.kv.num_blocks))
         self._freed: list[int] = []
         self._logits: dict[int, npt.NDArray[np.float32]] = {}
@@ -128,7 +128,6 @@ class RunnerDriver:
 
     def step(self) -> pb.StepResponse:
         """Schedules, executes and commits one step."""
-        self._admit()
         request = self.next_request()
         response = self.runner.execute(request)
         if response.status == pb.StepResponse.STATUS_DONE:
@@ -137,6 +136,7 @@ class RunnerDriver:
 
     def next_request(self) -> pb.StepRequest:
         """The next step; deltas in it count as sent."""
+        self._admit()
         self.step_number += 1
         step = pb.StepRequest(step=self.step_number, freed_slots=self._freed)
         self._freed = []

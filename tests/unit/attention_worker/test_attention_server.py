@@ -96,7 +96,6 @@ def _first_step(service: Service) -> pb.RunRequest:
     driver = RunnerDriver(service.runner)
     driver.submit([5, 6, 7], 4)
     driver.submit([8, 9], 4)
-    driver._admit()
     return pb.RunRequest(step=driver.next_request())
 
 
