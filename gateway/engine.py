@@ -26,6 +26,7 @@ from expertmesh.errors import (
     OverloadedError,
     PeerError,
     RequestError,
+    StartupError,
 )
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -67,6 +68,9 @@ class Engine:
         eos_token_ids: Tokens that end an output.
         observer: Told about requests and steps.
         dispatch: Gives totals of the calls to expert workers, for `stats`.
+
+    Raises:
+        StartupError: The attention worker is down.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Engine:
     ) -> None:
         limits = attention.limits()
         if limits is None:
-            raise EngineError("the attention worker is down")
+            raise StartupError("the attention worker ended right after its start")
         self._attention = attention
         self._settings = settings
         self._tokenizer = tokenizer
@@ -288,7 +292,7 @@ class Engine:
     def _pause(self, step: ScheduledStep, response: pb.StepResponse) -> None:
         self._scheduler.rewind(step)
         missing = tuple((expert.layer, expert.expert) for expert in response.missing)
-        error = ExpertUnavailableError(missing, detail=response.message)
+        error = _unavailable(missing, response.message)
         self._observer.step_paused(missing)
         if not self._hold.active:
             logger.warning("holding %d requests: %s", len(step.entries), error)
@@ -327,7 +331,7 @@ class Engine:
         self._down_since_s = time.monotonic()
         self._num_failures = 0
         self._hold.clear()
-        self._end(running, EngineError(f"the attention worker was lost: {reason}"))
+        self._end(running, EngineError(reason))
         self._attention.restart(reason)
 
     def _recover(self, error: Exception) -> None:
@@ -388,3 +392,10 @@ class Engine:
 
 def _failure(request: GenerationRequest, error: Exception) -> RequestOutput:
     return RequestOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error)
+
+
+def _unavailable(missing: tuple[tuple[int, int], ...], message: str) -> ExpertUnavailableError:
+    """The error of an abandoned step; its message often names the missing experts already."""
+    named = str(ExpertUnavailableError(missing))
+    detail = message.removeprefix(named).removeprefix(": ")
+    return ExpertUnavailableError(missing, detail=detail)

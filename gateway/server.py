@@ -6,7 +6,8 @@
     attention-*    streams to the attention worker, a child process
 
 Start: ports, checkpoint, expert workers are looked for, attention worker, engine, APIs. Expert
-workers may still be missing then: /ready tells. Stop is the reverse and takes 3 s beyond the grace.
+workers may still be missing then: /ready tells. Stop is the reverse and takes about a second beyond
+the grace.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ _STEP_GRACE_S = 0.3
 """For the step in flight at the end; then its attention worker is stopped."""
 _ANSWER_GRACE_S = 0.7
 """For connections to write what was decided."""
-_CHILD_GRACE_S = 1.0
+_CHILD_GRACE_S = 0.4
+"""For the attention worker to end by itself: it has nothing that would have to be saved."""
 
 
 async def run_gateway(settings: GatewaySettings) -> int:
@@ -68,7 +70,7 @@ async def run_gateway(settings: GatewaySettings) -> int:
         loop.add_signal_handler(number, stopping.set)
     gateway = Gateway(settings)
     try:
-        if await _start_unless(gateway, stopping):
+        if await start_unless(gateway, stopping):
             announce_ready(gateway.info)
             logger.info("serving %s", gateway.info)
             await stopping.wait()
@@ -79,38 +81,43 @@ async def run_gateway(settings: GatewaySettings) -> int:
     return 0
 
 
-async def _start_unless(gateway: Gateway, stopping: asyncio.Event) -> bool:
+async def start_unless(gateway: Gateway, stopping: asyncio.Event) -> bool:
     """Starts the gateway; False if it is told to stop meanwhile."""
     starting = asyncio.create_task(gateway.start())
     told = asyncio.create_task(stopping.wait())
     await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()
-    if not starting.done():
-        await gateway.stop()  # ends the wait for the attention worker
-        with contextlib.suppress(StartupError):  # it was interrupted by us
-            await starting
-        return False
-    starting.result()
-    return True
+    if starting.done():
+        starting.result()
+        return True
+    await gateway.interrupt()
+    with contextlib.suppress(StartupError):  # it was interrupted by us
+        await starting
+    return False
 
 
 class Gateway:
-    """The parts of a gateway. All methods run in the event loop's thread."""
+    """The parts of a gateway. All methods run in the event loop's thread.
+
+    Attributes:
+        attention: The attention worker, once it is being started.
+        frontend: The way in for requests, once it is open.
+        info: Content of the ready line: ports and what is served.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._closing = False
+        self._interrupted = False
         self._socket: socket.socket | None = None
         self._checkpoint: Checkpoint | None = None
-        self._attention: AttentionClient | None = None
+        self.attention: AttentionClient | None = None
         self._membership: Membership | None = None
         self._engine: Engine | None = None
-        self._frontend: GenerationFrontend | None = None
+        self.frontend: GenerationFrontend | None = None
         self._runner: web.AppRunner | None = None
         self._grpc: GrpcServer | None = None
         self._dispatch = DispatchTotals()
         self.info: dict[str, object] = {}
-        """Content of the ready line: ports and what is served."""
 
     async def start(self) -> None:
         """Starts everything; ports are bound and the attention worker is up at return.
@@ -122,11 +129,19 @@ class Gateway:
         self._socket = bind("--port", http.host, http.port)
         check_free("--grpc-port", http.host, http.grpc_port)
         checkpoint = await asyncio.to_thread(self._open)
+        if self._interrupted:
+            raise StartupError("the gateway was told to stop")
         self._membership = self._watch_experts(checkpoint)
-        self._attention = self._make_attention(checkpoint)
+        self.attention = self._make_attention(checkpoint)
         self._membership.start()
-        await asyncio.to_thread(self._attention.start)
+        await asyncio.to_thread(self.attention.start)
         await self._serve(checkpoint)
+
+    async def interrupt(self) -> None:
+        """Makes a `start` that is under way fail soon."""
+        self._interrupted = True
+        if self.attention is not None:
+            await asyncio.to_thread(self.attention.stop, _CHILD_GRACE_S)
 
     def mesh(self) -> MeshStatus:
         """State of the expert workers and of the attention worker; from any thread."""
@@ -143,9 +158,9 @@ class Gateway:
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests and lets those that run finish, for this long."""
-        if self._frontend is None or self._engine is None:
+        if self.frontend is None or self._engine is None:
             return
-        self._frontend.stop_accepting()
+        self.frontend.stop_accepting()
         deadline_s = time.monotonic() + grace_s
         while time.monotonic() < deadline_s:
             stats = self._engine.stats()
@@ -156,19 +171,16 @@ class Gateway:
 
     async def stop(self) -> None:
         """Ends everything: requests with an error, then APIs, threads and the child process."""
-        if self._closing:
-            return
-        self._closing = True
-        if self._frontend is not None:
-            self._frontend.stop_accepting()
+        if self.frontend is not None:
+            self.frontend.stop_accepting()
         engine_ended = True
         if self._engine is not None:
             engine_ended = await asyncio.to_thread(self._engine.stop, _STEP_GRACE_S)
         await asyncio.gather(self._stop_apis(), self._stop_mesh())
         if self._engine is not None and not engine_ended:
             await asyncio.to_thread(self._engine.stop, 1.0)
-        if self._frontend is not None:
-            await asyncio.to_thread(self._frontend.close)
+        if self.frontend is not None:
+            await asyncio.to_thread(self.frontend.close)
         if self._socket is not None:
             self._socket.close()
         if self._checkpoint is not None:
@@ -201,8 +213,8 @@ class Gateway:
 
     def _use_map(self, expert_map: ExpertMap) -> None:
         """In the membership thread: the attention worker first, then a retry of a held step."""
-        if self._attention is not None:
-            self._attention.update_map(expert_map)
+        if self.attention is not None:
+            self.attention.update_map(expert_map)
         if self._engine is not None:
             self._engine.map_changed()
 
@@ -221,13 +233,13 @@ class Gateway:
 
     async def _serve(self, checkpoint: Checkpoint) -> None:
         """Engine and APIs, once the attention worker is up."""
-        assert self._attention is not None
+        assert self.attention is not None
         tokenizer = await asyncio.to_thread(Tokenizer.from_checkpoint, checkpoint.model_dir)
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry, self._model_name(checkpoint))
         eos = {*checkpoint.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
         self._engine = engine = Engine(
-            self._attention,
+            self.attention,
             self._settings.engine,
             asyncio.get_running_loop(),
             tokenizer=tokenizer,
@@ -238,8 +250,8 @@ class Gateway:
         engine.start()
         metrics.watch(engine.stats, self.mesh)
         model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
-        self._frontend = GenerationFrontend(engine, model, self.mesh)
-        await self._open_apis(self._frontend, registry)
+        self.frontend = GenerationFrontend(engine, model, self.mesh)
+        await self._open_apis(self.frontend, registry)
 
     def _model_name(self, checkpoint: Checkpoint) -> str:
         given = self._settings.model
@@ -278,6 +290,7 @@ class Gateway:
             "http_port": port,
             "grpc_port": grpc_port,
             "model": frontend.model.name,
+            "attention_worker_pid": self.attention.pid if self.attention else None,
         }
 
     async def _stop_apis(self) -> None:
@@ -290,8 +303,8 @@ class Gateway:
 
     async def _stop_mesh(self) -> None:
         parts = []
-        if self._attention is not None:
-            parts.append(asyncio.to_thread(self._attention.stop, _CHILD_GRACE_S))
+        if self.attention is not None:
+            parts.append(asyncio.to_thread(self.attention.stop, _CHILD_GRACE_S))
         if self._membership is not None:
             parts.append(asyncio.to_thread(self._membership.stop))
         await asyncio.gather(*parts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertmesh.errors import PeerError
+from expertmesh.errors import ExpertUnavailableError, PeerError
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2 as expert_pb
 from gateway.scheduler import SchedulerLimits
@@ -193,10 +193,9 @@ class ScriptedPort:
         missing = [
             expert_pb.ExpertId(layer=layer, expert=expert) for layer, expert in self._missing
         ]
+        error = ExpertUnavailableError(self._missing, detail="expert worker w1 is gone")
         status = pb.StepResponse.STATUS_PAUSED
-        return pb.StepResponse(
-            step=step.step, status=status, missing=missing, message="expert worker w1 is gone"
-        )
+        return pb.StepResponse(step=step.step, status=status, missing=missing, message=str(error))
 
     def _done(self, step: pb.StepRequest) -> pb.StepResponse:
         spoiled, self._nonfinite = self._nonfinite, set()

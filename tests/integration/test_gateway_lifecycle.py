@@ -1,0 +1,132 @@
+"""A gateway inside the test's process, with a real attention worker: start, loss, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from expertmesh.errors import EngineError, OverloadedError, PortError
+from expertmesh.settings import (
+    EngineSettings,
+    GatewaySettings,
+    HttpSettings,
+    MeshSettings,
+    ModelSettings,
+)
+from gateway import server
+from gateway.attention_client import AttentionClient
+from gateway.sequence import RequestOutput, SamplingParams
+from gateway.service import GenerationFrontend
+from tests.support.tiny_checkpoints import MIXTRAL
+
+if TYPE_CHECKING:
+    from tests.conftest import Models
+
+START_S = 120.0
+OURS = ("engine", "membership", "watch-", "attention-", "tokenize")
+
+
+def settings(model: Path, *, port: int = 0) -> GatewaySettings:
+    """A colocated gateway on free ports."""
+    return GatewaySettings(
+        http=HttpSettings(port=port, grpc_port=0),
+        model=ModelSettings(model=str(model), dtype="float32"),
+        engine=EngineSettings(kv_cache_tokens=1024, max_num_seqs=4, drain_grace_s=0.1),
+        mesh=MeshSettings(experts="local"),
+    )
+
+
+def our_threads() -> list[str]:
+    """Names of threads that a gateway starts."""
+    return [t.name for t in threading.enumerate() if t.name.startswith(OURS)]
+
+
+def parts(gateway: server.Gateway) -> tuple[GenerationFrontend, AttentionClient]:
+    """The parts of a started gateway that the tests talk to."""
+    frontend, attention = gateway.frontend, gateway.attention
+    assert frontend is not None
+    assert attention is not None
+    return frontend, attention
+
+
+async def ask(frontend: GenerationFrontend, name: str, max_tokens: int) -> list[RequestOutput]:
+    """All outputs of a greedy request."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return [output async for output in frontend.generate(name, [3, 4, 5], params)]
+
+
+async def until(condition: Callable[[], bool], within_s: float = START_S) -> None:
+    """Returns once the condition holds."""
+    met = asyncio.Event()
+
+    def look() -> None:
+        if condition():
+            met.set()
+        else:
+            asyncio.get_running_loop().call_later(0.002, look)
+
+    look()
+    await asyncio.wait_for(met.wait(), within_s)
+
+
+async def test_a_gateway_starts_serves_and_leaves_nothing(models: Models) -> None:
+    """Answers come; while the attention worker is restarted requests get an error at once;
+    afterwards the answers are the same; in the end no thread, child or file is left."""
+    gateway = server.Gateway(settings(models.tiny(MIXTRAL)))
+    try:
+        await asyncio.wait_for(gateway.start(), START_S)
+        frontend, attention = parts(gateway)
+        before = await ask(frontend, "a", 8)
+        pid = attention.pid
+        assert pid is not None
+        running = asyncio.create_task(ask(frontend, "b", 400))
+        await until(lambda: frontend.stats().num_running == 1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="attention worker"):
+            await asyncio.wait_for(running, 5.0)
+        assert not frontend.ready
+        with pytest.raises(OverloadedError, match="restarting"):
+            await ask(frontend, "c", 1)
+        await until(lambda: frontend.ready)
+        assert attention.pid != pid
+        after = await ask(frontend, "d", 8)
+        assert [o.token_ids for o in after] == [o.token_ids for o in before]
+    finally:
+        started_s = time.monotonic()
+        await gateway.stop()
+    assert time.monotonic() - started_s < 3.0
+    assert our_threads() == []
+
+
+async def test_a_gateway_can_be_stopped_while_it_starts(models: Models) -> None:
+    """A stop during the start of the attention worker ends the child and the start."""
+    gateway = server.Gateway(settings(models.tiny(MIXTRAL)))
+    stopping = asyncio.Event()
+    starting = asyncio.create_task(server.start_unless(gateway, stopping))
+    await until(lambda: gateway.attention is not None and gateway.attention.pid is not None)
+    started_s = time.monotonic()
+    stopping.set()
+    assert not await asyncio.wait_for(starting, 5.0)
+    await gateway.stop()
+    assert time.monotonic() - started_s < 5.0
+    assert our_threads() == []
+
+
+async def test_a_port_in_use_is_found_before_anything_is_started(models: Models) -> None:
+    """Nothing slow happens first: no child was started when the error comes."""
+    other = server.bind("--port", "127.0.0.1", 0)
+    with other:
+        other.listen()
+        gateway = server.Gateway(settings(models.tiny(MIXTRAL), port=other.getsockname()[1]))
+        with pytest.raises(PortError, match="Address already in use"):
+            await gateway.start()
+        await gateway.stop()
+    assert gateway.attention is None
