@@ -123,20 +123,24 @@ def decode_object(data: bytes, limits: ApiLimits) -> JsonObject:
 
 # A string that is never closed matches to the end, so that the scan stays linear.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _check_shape(data: bytes, limits: ApiLimits) -> None:
     """Refuses bodies that would cost a decoder much: very deep or with very many values."""
-    bare = np.frombuffer(_STRING.sub(b"", data), dtype=np.uint8)
-    opens = (bare == ord("[")) | (bare == ord("{"))
-    closes = (bare == ord("]")) | (bare == ord("}"))
-    depth = np.cumsum(opens.astype(np.int32) - closes.astype(np.int32))
-    if depth.max(initial=0) > limits.max_json_depth:
+    num_opens = data.count(b"[") + data.count(b"{")
+    if num_opens <= limits.max_json_depth and data.count(b",") < limits.max_json_nodes - num_opens:
+        return  # an upper bound: some of them may be inside strings
+    bare, num_strings = _STRING.subn(b"", data, count=2 * limits.max_json_nodes)
+    brackets = bare.translate(None, delete=_NOT_BRACKETS)
+    some = np.frombuffer(brackets[: 2 * limits.max_json_nodes], dtype=np.uint8)
+    steps = np.where((some == ord("[")) | (some == ord("{")), 1, -1)
+    if np.cumsum(steps).max(initial=0) > limits.max_json_depth:
         message = f"the JSON is nested deeper than {limits.max_json_depth} levels"
         raise RequestError(message, code="json_too_deep")
-    num_nodes = int(opens.sum()) + int((bare == ord(",")).sum())
-    if num_nodes > limits.max_json_nodes:
+    num_nodes = max(len(brackets) // 2 + bare.count(b","), num_strings // 2)
+    if num_nodes >= limits.max_json_nodes:
         message = f"the JSON has more than {limits.max_json_nodes} values"
         raise RequestError(message, code="json_too_large")
 

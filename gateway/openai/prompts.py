@@ -63,12 +63,13 @@ async def encode_prompts(frontend: GenerationFrontend, prompt: object) -> list[T
         return [check_token_ids(prompt, frontend.model.config.vocab_size, "prompt")]
     if len(prompt) > (most := frontend.limits.max_prompts):
         raise RequestError(f"prompt has {len(prompt)} entries; at most {most}", param="prompt")
-    return [await _encode_entry(frontend, entry) for entry in prompt]
+    size = sum(len(entry) for entry in prompt if isinstance(entry, str))
+    return [await _encode_entry(frontend, entry, size) for entry in prompt]
 
 
-async def _encode_entry(frontend: GenerationFrontend, entry: object) -> TokenIds:
+async def _encode_entry(frontend: GenerationFrontend, entry: object, size: int) -> TokenIds:
     if isinstance(entry, str):
-        return await encode_text(frontend, entry, "prompt")
+        return await encode_text(frontend, entry, "prompt", call_size=size)
     if isinstance(entry, list):
         return check_token_ids(entry, frontend.model.config.vocab_size, "prompt")
     raise RequestError(
@@ -77,8 +78,16 @@ async def _encode_entry(frontend: GenerationFrontend, entry: object) -> TokenIds
     )
 
 
-async def encode_text(frontend: GenerationFrontend, text: str, param: str) -> TokenIds:
+async def encode_text(
+    frontend: GenerationFrontend, text: str, param: str, *, call_size: int = 0
+) -> TokenIds:
     """Token ids of a text.
+
+    Args:
+        frontend: For the tokenizer.
+        text: The text.
+        param: Path of the parameter, for errors.
+        call_size: Characters of all texts of the call, if it has several.
 
     Raises:
         RequestError: It is empty, far too long, or the model has no tokenizer.
@@ -93,7 +102,7 @@ async def encode_text(frontend: GenerationFrontend, text: str, param: str) -> To
     if not text:
         raise RequestError(f"{param} is empty", param=param, code="empty_prompt")
     check_text_len(frontend.model, len(text), param)
-    ids = await _encode(frontend, len(text), tokenizer.encode, text)
+    ids = await _encode(frontend, max(len(text), call_size), tokenizer.encode, text)
     if not ids:
         raise RequestError(f"{param} has no tokens", param=param, code="empty_prompt")
     return tuple(ids)
