@@ -44,15 +44,18 @@ def make_progress() -> Iterator[Progress]:
         rich_progress.TransferSpeedColumn(),
         rich_progress.TimeRemainingColumn(),
     )
-    with rich_progress.Progress(*columns, console=Console(stderr=True)) as bars:
+    bars = rich_progress.Progress(*columns, console=Console(stderr=True))
+    try:
         yield TerminalProgress(bars)
+    finally:
+        bars.stop()
 
 
 class TerminalProgress:
     """One bar a stage.
 
     Args:
-        bars: Where they are drawn; must be started.
+        bars: Where they are drawn; started with the first stage.
     """
 
     def __init__(self, bars: RichProgress) -> None:
@@ -62,6 +65,7 @@ class TerminalProgress:
     def stage(self, name: str, total: int) -> None:
         """Begins a stage of `total` bytes; 0 if the size is not known."""
         self.done()
+        self._bars.start()
         self._task = self._bars.add_task(name, total=total or None)
 
     def advance(self, count: int) -> None:
