@@ -1,4 +1,4 @@
-"""Speed of the CPU kernels on one core: `python bench/bench_kernels.py [linear|attention|small|sampling]`.
+"""Speed of the CPU kernels on one core: `python bench/bench_kernels.py [NAME ...]`.
 
 Prints the median and the fastest of repeated calls. The two differ widely where other processes
 use the machine; compare kernels by the fastest.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import exp, narrow_like
-from expertmesh_kernels.cpu.storage import lane_max, lane_sum, widen_short
+from expertmesh_kernels.cpu.storage import lane_max, lane_sum, widen_block
 from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
 
 MAX_QUERIES = 24
@@ -108,7 +108,7 @@ def paged_attention(
             head = kv_head * group
             for r in range(rows):
                 q_at = (t + r) * q_stride + head * head_dim
-                widen_short(q, q_at, group * head_dim, wide_q, r * group * head_dim)
+                widen_block(q, q_at, 0, 1, group * head_dim, wide_q, r * group * head_dim, 0)
             _scores(
                 wide_q, rows * group, k_flat, k_cache.shape, kv_head, table,
                 first, rows, window, scale, panel, acc, scores, room,
@@ -199,16 +199,15 @@ def _load_keys(
     end: int,
     panel: NDArray[np.float32],
 ) -> None:
-    """panel[d * 64 + j - begin] = k[j, d]; lanes from `end` on are left as they are."""
+    """panel[d * 64 + j - begin] = k[j, d]; lanes from `end` on may hold anything."""
     _, num_kv_heads, head_dim, block_size = k_shape
     j = begin
     while j < end:
         index = j // block_size
         offset = j - index * block_size
-        count = min(block_size - offset, end - j)
+        count = min(block_size - offset, begin + PANEL - j)  # past `end`, not past the block
         at = (int(table[index]) * num_kv_heads + kv_head) * head_dim * block_size + offset
-        for d in range(head_dim):
-            widen_short(k_flat, at + d * block_size, count, panel, d * PANEL + j - begin)
+        widen_block(k_flat, at, block_size, head_dim, count, panel, j - begin, PANEL)
         j += count
 
 
@@ -288,12 +287,18 @@ def _load_values(
 ) -> None:
     """panel[p * 64 * 64 + (j - begin) * 64 + c] = v[j, 64 p + c]."""
     _, num_kv_heads, head_dim, block_size = k_shape
-    for j in range(begin, end):
+    j = begin
+    while j < end:
         index = j // block_size
-        row = (int(table[index]) * num_kv_heads + kv_head) * block_size + j % block_size
+        offset = j - index * block_size
+        count = min(block_size - offset, end - j)
+        row = (int(table[index]) * num_kv_heads + kv_head) * block_size + offset
         for column in range(0, head_dim, PANEL):
-            count = min(PANEL, head_dim - column)
-            widen_short(v_flat, row * head_dim + column, count, panel, (column + j - begin) * PANEL)
+            width = min(PANEL, head_dim - column)
+            at = row * head_dim + column
+            panel_at = (column + j - begin) * PANEL
+            widen_block(v_flat, at, head_dim, count, width, panel, panel_at, PANEL)
+        j += count
 
 
 @njit

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
-from expertmesh_kernels.cpu.tile import widen_16
+from expertmesh_kernels.cpu.tile import widen_strip
 
 
 @njit
@@ -22,15 +22,23 @@ def widen_into(
 
 
 @njit
-def widen_short(
-    stored: NDArray[np.generic], at: int, count: int, wide: NDArray[np.float32], wide_at: int
+def widen_block(
+    stored: NDArray[np.generic],
+    at: int,
+    stride: int,
+    rows: int,
+    columns: int,
+    wide: NDArray[np.float32],
+    wide_at: int,
+    wide_stride: int,
 ) -> None:
-    """What `widen_into` does, without its start-up cost: for a few dozen elements."""
-    whole = count - count % 16
-    for i in range(0, whole, 16):
-        widen_16(stored, at + i, wide, wide_at + i)
-    for i in range(whole, count):
-        wide[wide_at + i] = widen(stored[at + i])
+    """wide[wide_at + i * wide_stride + c] = stored[at + i * stride + c], exactly; both flat."""
+    whole = columns - columns % 16
+    for c in range(0, whole, 16):
+        widen_strip(stored, at + c, stride, rows, wide, wide_at + c, wide_stride)
+    for i in range(rows if whole < columns else 0):
+        for c in range(whole, columns):
+            wide[wide_at + i * wide_stride + c] = widen(stored[at + i * stride + c])
 
 
 @njit

@@ -132,19 +132,28 @@ def element_size(dtype: Any) -> int:
     return 4 if dtype == types.float32 else 2
 
 
-def _widen_typing(_context: Any, stored: Any, _stored_at: Any, wide: Any, _wide_at: Any) -> Any:
+def _widen_typing(
+    _context: Any, stored: Any, _1: Any, _2: Any, _3: Any, wide: Any, _5: Any, _6: Any
+) -> Any:
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         source = _pointer(context, builder, stored, args[0], args[1])
-        target = _pointer(context, builder, wide, args[2], args[3])
-        value = _load_weights(builder, source, 0, stored.dtype)
-        builder.store(value, _vector_at(builder, target, 0), align=4)
+        target = _pointer(context, builder, wide, args[4], args[5])
+        with cgutils.for_range(builder, args[3]) as loop:
+            row = builder.gep(source, [builder.mul(loop.index, args[2])])
+            wide_row = builder.gep(target, [builder.mul(loop.index, args[6])])
+            value = _load_weights(builder, row, 0, stored.dtype)
+            builder.store(value, _vector_at(builder, wide_row, 0), align=4)
         return context.get_dummy_value()
 
-    return types.void(stored, types.intp, wide, types.intp), codegen
+    at = types.intp
+    return types.void(stored, at, at, at, wide, at, at), codegen
 
 
-widen_16 = cast(Callable[..., None], intrinsic(_widen_typing))
-"""`widen_16(stored, at, wide, wide_at)`: 16 adjacent stored elements to FP32, exactly."""
+widen_strip = cast(Callable[..., None], intrinsic(_widen_typing))
+"""`widen_strip(stored, at, stride, count, wide, wide_at, wide_stride)`: 16 columns to FP32.
+
+wide[wide_at + i * wide_stride + c] = stored[at + i * stride + c] for i < count and c < 16.
+"""
 
 _tile_1 = _make_tile(1)
 _tile_2 = _make_tile(2)
