@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from expertmesh.errors import (
     EngineError,
-    ExpertUnavailableError,
     OverloadedError,
     PeerError,
     RequestError,
@@ -32,7 +31,7 @@ from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.attention_port import AttentionPort
 from gateway.engine_observer import EngineObserver
-from gateway.expert_hold import ExpertHold
+from gateway.expert_hold import ExpertHold, unavailable_error
 from gateway.inbox import Commands, EngineLoad, Inbox, QueueLimits
 from gateway.outbox import Outbox
 from gateway.output_stream import OutputStream
@@ -292,7 +291,7 @@ class Engine:
     def _pause(self, step: ScheduledStep, response: pb.StepResponse) -> None:
         self._scheduler.rewind(step)
         missing = tuple((expert.layer, expert.expert) for expert in response.missing)
-        error = _unavailable(missing, response.message)
+        error = unavailable_error(missing, response.message)
         self._observer.step_paused(missing)
         if not self._hold.active:
             logger.warning("holding %d requests: %s", len(step.entries), error)
@@ -392,10 +391,3 @@ class Engine:
 
 def _failure(request: GenerationRequest, error: Exception) -> RequestOutput:
     return RequestOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error)
-
-
-def _unavailable(missing: tuple[tuple[int, int], ...], message: str) -> ExpertUnavailableError:
-    """The error of an abandoned step; its message often names the missing experts already."""
-    named = str(ExpertUnavailableError(missing))
-    detail = message.removeprefix(named).removeprefix(": ")
-    return ExpertUnavailableError(missing, detail=detail)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from expertmesh.errors import ExpertUnavailableError
+
 
 class ExpertHold:
     """Requests are held from the first abandoned step until one is computed again.
@@ -47,3 +49,15 @@ class ExpertHold:
     def wait_s(self, now_s: float) -> float:
         """Seconds until the next try; 0 if it is due."""
         return max(0.0, self._retry_at_s - now_s) if self.active else 0.0
+
+
+def unavailable_error(missing: tuple[tuple[int, int], ...], message: str) -> ExpertUnavailableError:
+    """The error of an abandoned step.
+
+    Args:
+        missing: (layer, expert) pairs.
+        message: What the attention worker says; it often names the missing experts already.
+    """
+    named = str(ExpertUnavailableError(missing))
+    detail = message.removeprefix(named).removeprefix(": ")
+    return ExpertUnavailableError(missing, detail=detail)

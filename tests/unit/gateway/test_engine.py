@@ -377,6 +377,25 @@ async def test_the_death_of_an_idle_attention_worker_is_noticed(bench: Bench) ->
     assert (await bench.ask("a", [1]).end()).finish_reason is FinishReason.LENGTH
 
 
+async def test_waiting_requests_do_not_wait_for_ever_for_an_attention_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the attention worker does not come back, queued requests end with an error."""
+    monkeypatch.setattr("gateway.engine.ATTENTION_HOLD_S", 0.2)
+    bench.port.auto_restart = False
+    bench.port.gate.clear()
+    bench.port.lose_next("gone")
+    runs = [bench.ask(f"r{i}", [i], max_tokens=9) for i in range(4)]
+    await bench.hold_step()
+    waits = [bench.ask(f"w{i}", [i]) for i in range(3)]
+    bench.port.gate.set()
+    for answer in (*runs, *waits):
+        last = await answer.end()
+        assert last.finish_reason is FinishReason.ERROR
+    assert str(waits[-1].outputs[-1].error) == "the attention worker is down"
+    await bench.until(IDLE)
+
+
 async def test_a_full_queue_refuses_requests(bench: Bench) -> None:
     """Beyond the free slots and the queue's bound a request is refused, with a time to retry."""
     bench.port.gate.clear()
