@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from attention_worker.experts import ExpertClient, LocalExperts
 from torch import Tensor
 
+from attention_worker.experts import ExpertClient, LocalExperts
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.loader import load_model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
@@ -104,7 +104,7 @@ class RunnerDriver:
         self.waiting: list[DrivenRequest] = []
         self.step_number = 0
         self._free_slots = list(range(runner.limits.num_request_slots))
-        # Taken from the end, so that a sequence's blocks descend: order in the pool must not matter.
+        # Taken from the end, so that blocks descend: their order in the pool must not matter.
         self._free_blocks = list(range(runner.kv.num_blocks))
         self._freed: list[int] = []
         self._logits: dict[int, npt.NDArray[np.float32]] = {}
