@@ -7,9 +7,10 @@ tokens is far from zero: adding b * m / |m|^2 to a gate row adds about b to its 
 
 where s is the standard deviation of the logits of the random gate, the expert of that rank is
 chosen first about proportionally to rank^-S (Zipf), since the maximum of logits with Gumbel noise
-of scale s * sqrt(6) / pi follows exactly that law. Ranks are dealt anew in each layer. Mean and
-deviation are measured by running the dense model on a sample of tokens, so the law holds roughly,
-not exactly, on real text.
+of scale s * sqrt(6) / pi follows exactly that law. The preference that the random gate has by
+itself (its logits of m) is taken out first. Ranks are dealt anew in each layer. Mean and deviation
+are measured by running the dense model on a sample of tokens, so the law holds roughly, not
+exactly, on real text. With S = 0 the gate is left as it is drawn.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class GateBias:
         scale = float((hidden_TH @ rows_GH.T).std(0).mean()) * math.sqrt(6) / math.pi
         ranks_G = permutation(len(rows_GH), self.seed, _RANK_STREAM, layer) + 1
         bias_G = -self.skew * np.log(ranks_G) * scale
-        bias_G -= bias_G.mean()
+        bias_G -= bias_G.mean() + rows_GH @ mean_H
         direction_H = mean_H / np.square(mean_H).sum()
         return (rows_GH + np.outer(bias_G, direction_H)).astype(np.float32)
 
