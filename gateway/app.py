@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion10, web
 from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -70,6 +70,9 @@ def make_runner(app: web.Application, limits: ApiLimits, *, stop_s: float = 5.0)
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Gives the request an id, and turns exceptions into error envelopes."""
+    if request.version < HttpVersion10:
+        request.protocol.force_close()
+        raise ConnectionResetError("HTTP/0.9 is not served")
     wanted = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = wanted if _SANE_REQUEST_ID.fullmatch(wanted) else new_id("req-")
     try:
