@@ -88,7 +88,7 @@ class SafetensorsFile:
         self._descriptor = _open_regular(path)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
-        _verify(path, self._start(_LENGTH_BYTES))
+        _verify(path, self._start(_LENGTH_BYTES), self.size)
         self.tensors = self._read_header()
 
     def close(self) -> None:
@@ -168,8 +168,8 @@ def _open_regular(path: Path) -> int:
     return descriptor
 
 
-def _verify(path: Path, start: bytes) -> None:
-    if start[7:8] != b"\0" and start.startswith(_PICKLE_MAGIC):
+def _verify(path: Path, start: bytes, size: int) -> None:
+    if start.startswith(_PICKLE_MAGIC) and int.from_bytes(start, "little") > size:
         raise CheckpointError(f"{path}: expected safetensors, found a pickle", fix=CONVERT)
     try:
         with safe_open(path, framework="np"):

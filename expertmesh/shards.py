@@ -39,6 +39,9 @@ def _open_indexed(model_dir: Path, index: Path, read_into: ReadInto) -> dict[str
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: expected tensor names to file names")
+    for name in weight_map.values():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{index}: file {name!r}: expected a file name")
     names = list(dict.fromkeys(weight_map.values()))
     if len(names) > MAX_SHARDS:
         raise CheckpointError(f"{index}: {len(names)} files, expected at most {MAX_SHARDS}")
@@ -72,16 +75,19 @@ def _collect(files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
     return found
 
 
-def _inside(model_dir: Path, name: object, source: Path) -> Path:
+def _inside(model_dir: Path, name: str, source: Path) -> Path:
     """The real path of a file of the folder.
 
     Links are followed within the folder, and from a snapshot of the Hugging Face cache to its
     blobs (`<repo>/snapshots/<revision>/x` points to `<repo>/blobs/<hash>`).
     """
-    if not isinstance(name, str) or not name.endswith(".safetensors") or not _is_plain(name):
+    if not name.endswith(".safetensors") or not _is_plain(name):
         raise CheckpointError(f"{source}: file {name!r}: expected the name of a .safetensors file")
     folder = model_dir.resolve()
-    real = (folder / name).resolve()
+    try:
+        real = (folder / name).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise CheckpointError(f"{source}: file {name!r}: {error}") from error
     allowed = [folder]
     if folder.parent.name == "snapshots":
         allowed.append(folder.parent.parent / "blobs")
