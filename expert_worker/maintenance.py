@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from expert_worker.memory import give_back_freed_memory
 from expert_worker.state import WorkerState
 from expert_worker.store import count_experts
 from expertmesh.errors import ExpertMeshError, WireError
@@ -109,6 +110,7 @@ class Maintenance:
         except Exception:
             logger.exception("a job of the expert store failed")
         finally:
+            give_back_freed_memory()
             with self._lock:
                 self._num_jobs -= 1
             events.put(None)

@@ -165,11 +165,13 @@ class ExpertServicer:
         self, heartbeat_s: float, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchResponse]:
         version = -1
-        while not self._state.stopping and context.is_active():
-            # The version comes first: a change during the snapshot causes another one. The
-            # last snapshot of a life says that it drains.
+        while context.is_active():
+            # The version comes first: a change during the snapshot causes another one.
             version = self._state.wait_change(version, heartbeat_s, context.is_active)
+            is_last = self._state.stopping
             yield self._state.snapshot()
+            if is_last:
+                return
 
     # --- orders ---
 

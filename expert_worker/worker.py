@@ -11,6 +11,7 @@ import time
 import numpy as np
 import torch
 
+from expert_worker.memory import give_back_freed_memory
 from expert_worker.metrics import serve_metrics
 from expert_worker.selection import parse_experts
 from expert_worker.server import ExpertServer
@@ -86,6 +87,7 @@ class ExpertWorker:
                 logger.info("loaded %d of %d experts", done + 1, len(wanted))
         self._warm_up()
         gc.collect()
+        give_back_freed_memory()
         gc.freeze()  # what is loaded stays: no collection needs to look at it again
         self.server.set_ready()
         logger.info(

@@ -85,14 +85,22 @@ def test_watch_ends_promptly_at_shutdown(checkpoint: Checkpoint) -> None:
     ):
         assert health(opened, SERVICE) == health_pb2.HealthCheckResponse.SERVING
         watch = rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest(heartbeat_ms=60_000))
-        snapshots = iter(watch)
-        next(snapshots)
+        is_open = threading.Event()
+
+        def read() -> list[bool]:
+            seen = []
+            for snapshot in watch:
+                seen.append(snapshot.draining)
+                is_open.set()
+            return seen
+
         with ThreadPoolExecutor(1, "watcher") as pool:
-            rest = pool.submit(list, snapshots)
+            seen = pool.submit(read)
+            assert is_open.wait(TIMEOUT_S)
             started = time.monotonic()
             server.stop(0.2)
             assert time.monotonic() - started < 3.0
-            assert rest.result(TIMEOUT_S)[-1].draining
+            assert seen.result(TIMEOUT_S)[-1]
 
 
 def test_a_watch_that_left_makes_room(server: ExpertServer) -> None:

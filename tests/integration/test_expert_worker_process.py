@@ -1,0 +1,172 @@
+"""`python -m expert_worker`: real processes, their memory, their end, calls across their death."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import torch
+
+from expertmesh.checkpoint import Checkpoint
+from expertmesh.errors import ExpertUnavailableError
+from expertmesh.model_config import DtypeName
+from expertmesh.placement import ExpertWorkerEntry
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.v1 import expert_service_pb2_grpc as rpc
+from tests.conftest import Models
+from tests.support.expert_work import local, remote, work
+from tests.support.mesh import watch_once
+from tests.support.processes import Managed, run
+from tests.support.tiny_checkpoints import MIXTRAL, TinyShape
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models: Models) -> Checkpoint:
+    """A tiny Mixtral: 3 layers, 8 experts, top-2."""
+    return Checkpoint.open(models.tiny(MIXTRAL))
+
+
+def start(model_dir: Path, *flags: str) -> Managed:
+    """An expert worker process on a free port."""
+    return Managed(
+        ["-m", "expert_worker", str(model_dir), "--port", "0", *flags], name="expert worker"
+    )
+
+
+def entry(process: Managed) -> ExpertWorkerEntry:
+    """What a gateway would put into its map, from its ready line and its Watch stream."""
+    address = f"127.0.0.1:{process.ready()['port']}"
+    state = watch_once(address)
+    return ExpertWorkerEntry(
+        worker_id=state.worker_id,
+        address=address,
+        incarnation=state.incarnation,
+        resident={layer.layer: tuple(layer.resident) for layer in state.layers},
+        row_credits=state.row_credits,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "num_workers"), [("float32", 3), ("bfloat16", 2)])
+def test_processes_equal_the_colocated_mode(
+    checkpoint: Checkpoint, dtype: DtypeName, num_workers: int
+) -> None:
+    """Experts in other processes give the bits of experts in this one."""
+    here = local(checkpoint, dtype)
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                start(
+                    checkpoint.model_dir,
+                    *("--dtype", dtype, "--experts", f"{index}/{num_workers}"),
+                    *("--worker-id", f"w{index}"),
+                )
+            )
+            for index in range(num_workers)
+        ]
+        entries = [entry(process) for process in processes]
+        there = stack.enter_context(remote(checkpoint, entries, dtype))
+        for seed, num_rows in enumerate((1, 3, 40)):
+            for layer in checkpoint.config.moe_layers:
+                todo = work(num_rows, dtype, seed=seed, layer=layer)
+                assert torch.equal(todo.run(here), todo.run(there))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_copy(checkpoint: Checkpoint, sign: signal.Signals) -> None:
+    """Killed or stopped in the middle: the other copy answers with the same bits; then none is
+    left, and the error says who failed.
+    """
+    todo = work(8)
+    expected = todo.run(local(checkpoint))
+    with (
+        start(checkpoint.model_dir, "--worker-id", "first") as first,
+        start(checkpoint.model_dir, "--worker-id", "second") as second,
+        remote(checkpoint, [entry(first), entry(second)]) as there,
+    ):
+        assert torch.equal(expected, todo.run(there))
+        first.process.send_signal(sign)
+        for _ in range(5):
+            assert torch.equal(expected, todo.run(there, timeout_s=3.0))
+        second.process.kill()
+        first.process.kill()
+        with pytest.raises(ExpertUnavailableError, match=r"expert worker (first|second) at"):
+            todo.run(there, timeout_s=3.0)
+
+
+BIG = TinyShape(num_layers=2, hidden_size=256, intermediate_size=1024, num_heads=4, seed=6)
+
+
+def test_memory_is_that_of_own_experts(models: Models) -> None:
+    """A process grows by the experts that it loads, and not by those of others."""
+    model = Checkpoint.open(models.tiny(BIG))
+    with start(model.model_dir, "--experts", "none", "--worker-id", "grows") as process:
+        address = f"127.0.0.1:{process.ready()['port']}"
+        before = watch_once(address)
+        load(address, before.incarnation, [(0, 0)])  # what the first load costs once
+        rss_before = psutil.Process(process.process.pid).memory_info().rss
+        load(
+            address, before.incarnation, [(layer, expert) for layer in (0, 1) for expert in (2, 3)]
+        )
+        after = watch_once(address)
+        growth = psutil.Process(process.process.pid).memory_info().rss - rss_before
+    assert before.capacity.resident_bytes == 0
+    own_bytes = 4 * after.capacity.bytes_per_expert
+    assert own_bytes == 4 * 3 * 256 * 1024 * 4
+    assert after.capacity.resident_bytes == 5 * after.capacity.bytes_per_expert
+    assert 0.8 * own_bytes < growth < 1.5 * own_bytes  # all others would be twice as much
+
+
+def load(address: str, incarnation: int, experts: list[tuple[int, int]]) -> None:
+    """Loads experts and waits until they are resident."""
+    message = pb.LoadExpertsRequest(
+        incarnation=incarnation,
+        experts=[pb.ExpertId(layer=layer, expert=expert) for layer, expert in experts],
+    )
+    with grpc.insecure_channel(address) as channel:
+        events = list(rpc.ExpertServiceStub(channel).LoadExperts(message, timeout=TIMEOUT_S))
+    assert [event.state for event in events][1::2] == [pb.EXPERT_STATE_RESIDENT] * len(experts)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_stops_on_signals(checkpoint: Checkpoint, sign: signal.Signals) -> None:
+    """A signal ends the process with exit code 0 within its grace, with an open stream too."""
+    with start(checkpoint.model_dir, "--worker-id", "stops") as process:
+        with remote(checkpoint, [entry(process)]) as there:
+            work(1).run(there)
+            started = time.monotonic()
+            assert process.stop(sign=sign) == 0
+            assert time.monotonic() - started < 5.0
+        assert "Traceback" not in process.stderr
+
+
+def test_start_up_errors_are_short(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A port in use, a bad selection and a missing folder: what, fix, and an exit code."""
+    model = str(checkpoint.model_dir)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cases = [
+            (
+                [model, "--port", str(port)],
+                4,
+                f"cannot listen on 127.0.0.1:{port}: Address",
+            ),
+            ([model, "--port", "0", "--experts", "8"], 2, "experts has '8', but the model has 8"),
+            ([str(tmp_path / "no"), "--port", "0"], 3, "not a folder"),
+        ]
+        for argv, exit_code, text in cases:
+            ended = run(["-m", "expert_worker", *argv], timeout_s=TIMEOUT_S)
+            assert ended.returncode == exit_code
+            error, *fix = ended.stderr.splitlines()
+            assert error.startswith("error: ")
+            assert text in error
+            assert all(line.startswith("fix: ") for line in fix)
