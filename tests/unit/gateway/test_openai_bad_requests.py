@@ -156,3 +156,15 @@ async def test_what_is_not_http_gets_an_envelope(garbage: bytes) -> None:
         writer.close()
         assert head.split(b" ")[1] == b"400"
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_http_0_9_is_refused() -> None:
+    """A request line without a version is disconnected, and the server goes on."""
+    async with scripted_gateway() as gateway, aiohttp.ClientSession() as session:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(b"POST /v1/completions\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+        async with session.get(f"{gateway.url}/health") as response:
+            assert response.status == 200
