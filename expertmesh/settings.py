@@ -144,8 +144,9 @@ class EngineSettings(Settings):
     """Seconds for one step; after them the attention worker counts as hung."""
     startup_timeout_s: float = 300.0
     """Seconds for a child process to load its weights and compile its kernels."""
-    drain_grace_s: float = 2.0
-    """Seconds that running requests get to finish when the gateway is told to stop."""
+    drain_grace_s: float = 1.0
+    """Seconds that running requests get to finish when the gateway is told to stop. Short, since
+    `serve` promises to be gone 5 s after Ctrl-C; give more behind a load balancer."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -236,7 +237,7 @@ class ExpertWorkerOptions(Settings):
     """Attention workers that may be connected at a time."""
     row_credits: int = 4096
     """Token rows that one attention worker may have in flight here; bounds the memory."""
-    drain_grace_s: float = 2.0
+    drain_grace_s: float = 1.0
     """Seconds for calls in flight when the process is told to stop."""
 
     def __post_init__(self) -> None:

@@ -80,7 +80,7 @@ def serve_model(settings: GatewaySettings, *, ask: str | None) -> int:
         except _Stop:
             logger.info("stopping")
         finally:
-            supervisor.stop(grace_s=settings.engine.drain_grace_s + 1.0)
+            supervisor.stop(grace_s=settings.engine.drain_grace_s + 1.5)
     return 0
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACK_OFF_S = 1.0
 MAX_BACK_OFF_S = 30.0
-STOP_WITHIN_S = 4.5
+STOP_WITHIN_S = 4.0
 """All children are gone so long after `stop` was called, or are killed."""
 
 Start = Callable[[Callable[[Child], None]], Child]
