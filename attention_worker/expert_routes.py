@@ -27,12 +27,21 @@ class Routes:
     gateway: int = 0
     """Incarnation of the gateway whose map it is."""
 
+    def table(self, layer: int) -> npt.NDArray[np.int32] | None:
+        """[E] index of the expert worker to ask for each expert; None unless all is well."""
+        slot = self.expert_map.layer_slots[layer]
+        if not self._covered[slot]:
+            return None
+        for stream in self.streams:
+            if stream.suspect or not stream.usable:
+                return None
+        table_E: npt.NDArray[np.int32] = self.expert_map.choice[slot]
+        return table_E
+
     def choose(
         self, layer: int, experts: Sequence[int], tried: Tried, *, detail: str = ""
     ) -> npt.NDArray[np.int32]:
-        """[E] index of the expert worker to ask for each of `experts`.
-
-        Only `experts` have one after a failure (the others are -1), so that a retry sends no more.
+        """[E] index of the expert worker to ask for each of `experts`; -1 for all others.
 
         Args:
             layer: An MoE layer.
@@ -46,8 +55,6 @@ class Routes:
         preferred_E: npt.NDArray[np.int32] = self.expert_map.choice[
             self.expert_map.layer_slots[layer]
         ]
-        if not tried and self._all_well() and bool((preferred_E[experts] >= 0).all()):
-            return preferred_E
         table_E = np.full(self.expert_map.num_experts, -1, dtype=np.int32)
         for expert in experts:
             table_E[expert] = self._choose_one(layer, expert, int(preferred_E[expert]), tried)
@@ -60,17 +67,20 @@ class Routes:
         self, layer: int, experts: Iterable[int], worker: int, tried: Tried
     ) -> bool:
         """True if each of the experts could be asked elsewhere too."""
-        return self._has_copies and all(
+        return all(
             any(other != worker for other in self._usable(layer, expert, tried))
             for expert in experts
         )
 
     @cached_property
-    def _has_copies(self) -> bool:
+    def has_copies(self) -> bool:
+        """True if any expert is on more than one expert worker."""
         return any(len(holders) > 1 for holders in self.expert_map.holders.values())
 
-    def _all_well(self) -> bool:
-        return all(stream.usable and not stream.suspect for stream in self.streams)
+    @cached_property
+    def _covered(self) -> list[bool]:
+        """By MoE layer: every expert has a copy."""
+        return [bool((workers_E >= 0).all()) for workers_E in self.expert_map.choice]
 
     def name(self, worker: int) -> str:
         """An expert worker, for messages."""

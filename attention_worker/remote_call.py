@@ -82,8 +82,11 @@ class RemoteCall:
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy.
         """
-        experts = np.unique(self._batch.routing.topk_ids_TK)
-        self._send(self._routes.choose(self._layer, experts.tolist(), self._tried))
+        table_E = self._routes.table(self._layer)
+        if table_E is None:
+            experts = np.unique(self._batch.routing.topk_ids_TK).tolist()
+            table_E = self._routes.choose(self._layer, experts, self._tried)
+        self._send(table_E)
 
     def result(self) -> Tensor:
         """[T, H] the weighted sums, in the dtype of the hidden states.
@@ -137,6 +140,8 @@ class RemoteCall:
     def _limit_s(self, rows: WorkerRows, now_s: float) -> float:
         """All the time there is, unless another copy could be asked afterwards."""
         deadline_s = self._batch.deadline_s
+        if not self._routes.has_copies:
+            return deadline_s
         experts = np.unique(rows.expert_ids_N).tolist()
         if self._routes.has_other_copies(self._layer, experts, rows.worker, self._tried):
             return now_s + (deadline_s - now_s) * _FIRST_TRY_SHARE
