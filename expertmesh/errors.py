@@ -1,19 +1,19 @@
 """The exceptions that ExpertMesh raises on purpose.
 
-    ExpertMeshError
-    ├── StartupError            what a user can fix before a process is up: exit code and one line
-    │   ├── SettingsError       a flag, an environment variable or a key of the configuration file
-    │   ├── CheckpointError     a model folder: missing, truncated, extra or misshapen content
-    │   └── PortError           an address that cannot be bound
-    ├── RequestError            what a client can fix: carries the parameter and a code
-    │   ├── ModelNotFoundError  the model named is not the one served
-    │   ├── ContextLengthError  prompt, or prompt and output, longer than the context
-    │   └── UnsupportedError    a parameter or endpoint that this server does not have
-    ├── OverloadedError         queues are full; try again later
-    ├── ExpertUnavailableError  an expert has no usable copy
-    ├── EngineError             the engine failed while it worked on a request
-    ├── WireError               a message that does not follow the protocol: carries a code
-    └── PeerError               another process is unreachable, incompatible or hung
+ExpertMeshError
+├── StartupError            what a user can fix before a process is up: exit code and one line
+│   ├── SettingsError       a flag, an environment variable or a key of the configuration file
+│   ├── CheckpointError     a model folder: missing, truncated, extra or misshapen content
+│   └── PortError           an address that cannot be bound
+├── RequestError            what a client can fix: carries the parameter and a code
+│   ├── ModelNotFoundError  the model named is not the one served
+│   ├── ContextLengthError  prompt, or prompt and output, longer than the context
+│   └── UnsupportedError    a parameter or endpoint that this server does not have
+├── OverloadedError         queues are full; try again later
+├── ExpertUnavailableError  an expert has no usable copy
+├── EngineError             the engine failed while it worked on a request
+├── WireError               a message that does not follow the protocol: carries a code
+└── PeerError               another process is unreachable, incompatible or hung
 """
 
 from __future__ import annotations

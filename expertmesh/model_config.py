@@ -122,7 +122,9 @@ class ModelConfig:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with routed experts, ascending."""
-        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeFfnConfig))
+        return tuple(
+            i for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeFfnConfig)
+        )
 
     @property
     def num_experts(self) -> int:
