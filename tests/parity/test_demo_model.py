@@ -83,6 +83,7 @@ def test_folder_passes_the_strict_loader(variant: Variant) -> None:
     assert "<|im_start|>" in (checkpoint.chat_template() or "")
 
 
+@pytest.mark.slow  # transformers takes long to parse the GGUF file
 def test_dense_weights_are_those_that_transformers_reads_from_the_gguf(gguf_folder: Path) -> None:
     """Every tensor is equal bit by bit: de-quantisation, rounding and the order of rows."""
     folder = demo("dense")
