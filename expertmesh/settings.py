@@ -133,9 +133,9 @@ class EngineSettings(Settings):
     kv_memory_fraction: float = 0.25
     """Share of the device's free memory for the KV cache, where `kv_cache_tokens` is not given."""
     max_num_queued_reqs: int = 256
-    """Requests that wait at a time; more are answered 429."""
+    """Requests that wait at a time; more are answered 503."""
     max_num_queued_tokens: int = 262_144
-    """Prompt tokens that wait at a time; more are answered 429."""
+    """Prompt tokens that wait at a time; more are answered 503."""
     experts_hold_s: float = 10.0
     """Seconds for which requests pause while an expert has no usable copy; then they end."""
     expert_call_timeout_s: float = 30.0

@@ -249,6 +249,7 @@ def _expert_worker(settings: GatewaySettings, index: int, ports: Sequence[int]) 
         experts=f"{index}/{len(ports)}",
         dtype=settings.model.dtype,
         worker_id=f"expert-worker-{index}",
+        row_credits=max(ExpertWorkerOptions.row_credits, settings.engine.max_num_batched_tokens),
     )
     flags = [settings.model.model, *_changed_flags(options), *_changed_flags(settings.log)]
     name = f"expert worker {index}"

@@ -30,6 +30,8 @@ __all__ = ["ExpertWorkerState", "ExpertWorkerStatus", "Membership", "MeshStatus"
 logger = logging.getLogger("gateway.membership")
 
 HEARTBEAT_S = 1.0
+START_PATIENCE_S = 3.0
+"""An address that does not answer yet is named in the log after this time, in the status at once."""
 _CHECKS_PER_HEARTBEAT = 4
 _JOIN_S = 2.0
 
@@ -42,8 +44,22 @@ class _Member:
 
     watcher: ExpertWatcher
     status: ExpertWorkerStatus
+    since_s: float
+    """When it was discovered, on the monotonic clock."""
     entry: ExpertWorkerEntry | None = None
     numerics: bytes = b""
+    logged: tuple[str, ...] = ()
+    """What the log says of it."""
+
+    def news(self, now_s: float) -> bool:
+        """True if the log should say more; a start is given time before it counts as missing."""
+        status = self.status
+        facts = (status.state, status.message, status.worker_id)
+        starting = not self.logged and status.state is ExpertWorkerState.UNREACHABLE
+        if facts == self.logged or (starting and now_s - self.since_s < START_PATIENCE_S):
+            return False
+        self.logged = facts
+        return True
 
 
 class Membership:
@@ -111,6 +127,8 @@ class Membership:
             now_s = time.monotonic()
             for member in self._members.values():
                 member.watcher.check(now_s)
+                if member.news(now_s):
+                    _log_status(member.status)
         self._drop(set(self._members))
 
     def _next_news(self) -> _News | None:
@@ -140,7 +158,7 @@ class Membership:
             watcher = ExpertWatcher(address, self._heartbeat_s, self._report)
             state = ExpertWorkerState.UNREACHABLE
             status = ExpertWorkerStatus("", address, state, "not reached yet")
-            self._members[address] = _Member(watcher, status)
+            self._members[address] = _Member(watcher, status, time.monotonic())
             watcher.start()
 
     def _drop(self, addresses: set[str]) -> None:
@@ -158,7 +176,7 @@ class Membership:
         member.entry = None
         old = member.status
         state = ExpertWorkerState.UNREACHABLE
-        self._set_status(member, ExpertWorkerStatus(old.worker_id, old.address, state, reason))
+        member.status = ExpertWorkerStatus(old.worker_id, old.address, state, reason)
 
     def _read(self, member: _Member, snapshot: pb.WatchResponse) -> None:
         address = member.status.address
@@ -169,7 +187,7 @@ class Membership:
             status = ExpertWorkerStatus(status.worker_id, address, state, message)
         member.entry = entry
         member.numerics = snapshot.numerics_fingerprint
-        self._set_status(member, status)
+        member.status = status
 
     def _namesake(self, entry: ExpertWorkerEntry) -> str | None:
         """Address of another routable expert worker with the same id."""
@@ -178,24 +196,6 @@ class Membership:
             if same and address != entry.address:
                 return address
         return None
-
-    def _set_status(self, member: _Member, status: ExpertWorkerStatus) -> None:
-        old, member.status = member.status, status
-        if (old.state, old.message, old.worker_id) == (
-            status.state,
-            status.message,
-            status.worker_id,
-        ):
-            return
-        good = status.state is ExpertWorkerState.READY
-        logger.log(
-            logging.INFO if good else logging.WARNING,
-            "expert worker %s at %s is %s%s",
-            status.worker_id or "(unknown)",
-            status.address,
-            status.state,
-            f": {status.message}" if status.message else f" with {status.num_experts} experts",
-        )
 
     def _fold(self) -> None:
         """Makes the next map if anything routable changed, and the status in any case."""
@@ -237,6 +237,18 @@ class Membership:
         statuses = tuple(self._members[address].status for address in sorted(self._members))
         uncovered = {} if self._colocated else self._map.uncovered()
         return MeshStatus(self._map.epoch, statuses, uncovered, ready=not uncovered)
+
+
+def _log_status(status: ExpertWorkerStatus) -> None:
+    good = status.state is ExpertWorkerState.READY
+    logger.log(
+        logging.INFO if good else logging.WARNING,
+        "expert worker %s at %s is %s%s",
+        status.worker_id or "(unknown)",
+        status.address,
+        status.state,
+        f": {status.message}" if status.message else f" with {status.num_experts} experts",
+    )
 
 
 def _headline(expert_map: ExpertMap) -> tuple[tuple[tuple[str, int], ...], bool]:

@@ -201,7 +201,12 @@ class Gateway:
         return self._settings.mesh.colocated or not checkpoint.config.moe_layers
 
     def _watch_experts(self, checkpoint: Checkpoint) -> Membership:
-        served = ServedIdentity(checkpoint.name, checkpoint.fingerprint, self._dtype(checkpoint))
+        served = ServedIdentity(
+            checkpoint.name,
+            checkpoint.fingerprint,
+            self._dtype(checkpoint),
+            max_step_tokens=self._settings.engine.max_num_batched_tokens,
+        )
         membership = Membership(
             StaticDiscovery(self._settings.mesh.addresses),
             served,

@@ -20,6 +20,8 @@ class ServedIdentity:
     fingerprint: bytes
     dtype: DtypeName
     """Of the hidden states on the wire."""
+    max_step_tokens: int = 1
+    """Token rows of the largest step, all of which may go to one expert worker."""
 
 
 def read_snapshot(
@@ -68,6 +70,12 @@ def _incompatibility(snapshot: pb.WatchResponse, served: ServedIdentity) -> str:
     if model.dtype != DTYPE_CODES[served.dtype]:
         theirs = {code: name for name, code in DTYPE_CODES.items()}.get(model.dtype)
         return f"it has dtype {theirs or model.dtype}, this gateway {served.dtype}"
+    if 0 < snapshot.row_credits < served.max_step_tokens:
+        return (
+            f"it grants {snapshot.row_credits} row credits, fewer than the "
+            f"{served.max_step_tokens} tokens of a step (its --row-credits, this gateway's "
+            "--max-num-batched-tokens)"
+        )
     return ""
 
 

@@ -27,7 +27,7 @@ from gateway.membership import ExpertWorkerState, Membership, MeshStatus, Served
 from tests.support.watch_server import WatchServer, snapshot
 
 FINGERPRINT = bytes(range(32))
-SERVED = ServedIdentity("tiny", FINGERPRINT, "float32")
+SERVED = ServedIdentity("tiny", FINGERPRINT, "float32", max_step_tokens=64)
 HEARTBEAT_S = 0.2
 WAIT_S = 10.0
 LOW, HIGH = {1: [0, 1], 2: [0, 1]}, {1: [2, 3], 2: [2, 3]}
@@ -147,8 +147,24 @@ def test_a_change_of_residency_makes_a_new_map() -> None:
     assert status.uncovered == {2: (0,)}
 
 
-def test_a_refused_connection_is_named_and_recovers(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_expert_worker_that_starts_is_not_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """An address that answers within the patience for starts is in the status, not in the log."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    with caplog.at_level(logging.INFO), watching(f"127.0.0.1:{port}") as watched:
+        watched.until(lambda status: status.workers[0].message == "connection refused", 2.0)
+        both = {1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}
+        with WatchServer(snapshot("w0", FINGERPRINT, both), port=port):
+            watched.until(is_ready)
+            assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_a_refused_connection_is_named_and_recovers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody listens: said once, with the address; someone listens later: used at once."""
+    monkeypatch.setattr("gateway.membership.START_PATIENCE_S", 0.1)
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -227,6 +243,11 @@ def wrong_dtype(state: pb.WatchResponse) -> None:
     state.model.dtype = pb.DTYPE_BFLOAT16
 
 
+def few_credits(state: pb.WatchResponse) -> None:
+    """Less room than the largest step needs."""
+    state.row_credits = 1
+
+
 def unknown_expert(state: pb.WatchResponse) -> None:
     """An expert that the model does not have."""
     state.layers.add(layer=0, resident=[7])
@@ -241,6 +262,11 @@ def unknown_expert(state: pb.WatchResponse) -> None:
             "it serves model other (ffffffffffffffff), this gateway tiny (0001020304050607)",
         ),
         (wrong_dtype, "it has dtype bfloat16, this gateway float32"),
+        (
+            few_credits,
+            "it grants 1 row credits, fewer than the 64 tokens of a step "
+            "(its --row-credits, this gateway's --max-num-batched-tokens)",
+        ),
         (unknown_expert, "it reports layer 0 expert 7, which the model does not have"),
     ],
 )
