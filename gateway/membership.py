@@ -31,7 +31,7 @@ logger = logging.getLogger("gateway.membership")
 
 HEARTBEAT_S = 1.0
 START_PATIENCE_S = 3.0
-"""An address that does not answer yet is named in the log after this time, in the status at once."""
+"""An address that does not answer is named in the log after this time, in the status at once."""
 _CHECKS_PER_HEARTBEAT = 4
 _JOIN_S = 2.0
 

@@ -60,7 +60,7 @@ LLAMA_TIED = TinyShape(
 )
 MIXTRAL = TinyShape(seed=3)
 MIXTRAL_FOUR = TinyShape(
-    num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=1, num_experts=4, seed=4
+    num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=1, num_experts=4, seed=10
 )
 MIXTRAL_TEXT = TinyShape(vocab_size=320, seed=5)
 
