@@ -252,6 +252,7 @@ def test_environment_of_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert {"1"} == threads
     assert environment["OMP_WAIT_POLICY"] == "passive"
     assert str(tmp_path / "numba") == environment["NUMBA_CACHE_DIR"]
+    assert "glibc.malloc.hugetlb=1" in environment["GLIBC_TUNABLES"]
     assert environment["EXTRA"] == "1"
     assert not {LIFELINE_FD, READY_FD} & environment.keys()
 
