@@ -221,6 +221,8 @@ class _Connection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answers what never became a request of the application."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client is gone, which is no failure of ours
         if status >= 500:
             _log.error("a request failed outside the application", exc_info=exc)
             error = ApiError(500, "server_error", "internal error", "internal_error")
