@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import socket
 import threading
 import time
@@ -51,7 +52,9 @@ class ExpertWorker:
         self._experts = parse_experts(settings.experts, config.num_experts)
         dtype: DtypeName = config.dtype if settings.dtype == "auto" else settings.dtype
         self.store = ExpertStore(checkpoint, dtype, settings.device)
-        self.worker_id = settings.worker_id or f"{socket.gethostname()}-{settings.port}"
+        # A free port is known too late; two workers on one host must not share a name.
+        number = settings.port or os.getpid()
+        self.worker_id = settings.worker_id or f"{socket.gethostname()}-{number}"
         identity = WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=incarnation(),

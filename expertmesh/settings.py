@@ -232,7 +232,7 @@ class ExpertWorkerOptions(Settings):
     device: str = "cpu"
     """Device of the weights, as torch names it."""
     worker_id: str | None = None
-    """Name in logs and status; by default host name and port."""
+    """Name in logs and status; by default host name and port (process id where the port is 0)."""
     max_streams: int = 16
     """Attention workers that may be connected at a time."""
     row_credits: int = 4096
