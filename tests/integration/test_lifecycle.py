@@ -69,7 +69,7 @@ def test_stop_while_starting(text_model: Path) -> None:
     """Ctrl-C before anything is ready stops everything as quickly."""
     with Managed([*COMMAND, "serve", str(text_model), "--port", "0"], name="serve") as process:
         poll(lambda: len(process.descendants()) >= 2, timeout_s=20, what="children are started")
-        process.stop(STOP_TIMEOUT_S, sign=signal.SIGINT)
+        assert process.stop(STOP_TIMEOUT_S, sign=signal.SIGINT) == 0
         assert_gone(process, [])
         assert "Traceback" not in process.stderr
 
@@ -130,22 +130,19 @@ def test_ports_can_be_used_again_at_once(text_model: Path) -> None:
             assert port_is_free(grpc_port)
 
 
-def test_ready_block_says_what_runs(text_model: Path) -> None:
-    """Once ready, the terminal shows URLs, model, processes and covered experts."""
-    with serve(text_model, expert_workers=2) as server:
+def test_terminal_shows_an_answer_and_what_runs(text_model: Path) -> None:
+    """`--ask` streams an answer; then come URLs, model, processes and covered experts."""
+    with serve(text_model, "--ask", "Who are you?", expert_workers=2) as server:
         port, grpc_port = server.ports
+        shown = server.process.stdout
         for part in (
+            "Who are you?",
             f"http://127.0.0.1:{port}/v1",
             f"127.0.0.1:{grpc_port}",
             f"http://127.0.0.1:{port}/metrics",
             text_model.name,
-            "24",
+            "24/24",
         ):
-            assert part in server.process.stdout
+            assert part in shown
+        assert shown.index("Who are you?") < shown.index("24/24")
         assert len(server.process.descendants()) == 4, "gateway, attention worker, 2 expert workers"
-
-
-def test_question_is_answered_on_the_terminal(text_model: Path) -> None:
-    """`--ask` streams an answer to the terminal before the ready block."""
-    with serve(text_model, "--ask", "Who are you?", expert_workers=1) as server:
-        assert "Who are you?" in server.process.stdout
