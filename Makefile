@@ -54,7 +54,7 @@ test-all: lint type imports proto-check ## As test, with what takes longer
 check: test ## Same as test
 
 lint: $(VENV)/.dev-stamp ## Style and format of Python and protos
-	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff check -q --no-cache . # the cache does not see that a module became ours
 	@$(BIN)/ruff format -q --check . || { echo "fix: make fmt" >&2; exit 1; }
 	@$(BIN)/buf lint
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from attention_worker.experts import ExpertClient, Pending
 from torch import Tensor
 
+from attention_worker.experts import ExpertClient, Pending
 from attention_worker.model_runner import ModelRunner
 from attention_worker.warm_up import warm_up
 from expertmesh.checkpoint import Checkpoint
