@@ -31,6 +31,7 @@ MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 DEFAULT_ROW_CREDITS = 4096  # of an expert worker that states none
 MAX_WAITING_CALLS = 64  # for row credits
+REFUSED_S = 2.0  # until it is asked again; a map without it comes sooner, if it meant what it said
 
 CallKey = tuple[int, int, int, int, int, int]
 Outbox = queue.SimpleQueue[pb.ForwardRequest | None]  # bounded: row credits bound what is in flight
@@ -90,6 +91,8 @@ class ExpertStream:
         self._rows_in_flight = 0
         self._down = ""
         self._refused = ""
+        self._refused_until_s = 0.0
+        self._stuck = False
         self._retired = False
         self._closed = threading.Event()
         self._seen = self._nothing_seen()
@@ -102,7 +105,7 @@ class ExpertStream:
     @property
     def usable(self) -> bool:
         """True if a call may succeed."""
-        return not (self._down or self._refused or self._closed.is_set())
+        return not (self._down or self._refusing() or self._closed.is_set())
 
     def describe(self) -> str:
         """The expert worker, and what is wrong with it if something is."""
@@ -121,16 +124,24 @@ class ExpertStream:
             call.outcomes.put(Outcome(call, None, reason))
 
     def abandon(self, call: Call) -> None:
-        """Nobody waits for this call any more: a late reply only gives back its credits."""
+        """Nobody waits for this call any more: a late reply only gives back its credits.
+
+        A call that never got credits shows that replies are lost: the stream starts over with all
+        of them.
+        """
         with self._lock:
             call.abandoned = True
             self.suspect = True
             if call in self._waiting:
                 self._waiting.remove(call)
+                if self._stream is not None:
+                    self._stuck = True
+                    self._stream.cancel()
 
     def refuse(self, reason: str) -> None:
-        """Makes this life of the expert worker unusable for good: it said so itself."""
-        self._refused = self._refused or reason
+        """Makes this life of the expert worker unusable for a while: it said so itself."""
+        self._refused = reason
+        self._refused_until_s = time.monotonic() + REFUSED_S
 
     def count_answer(self, call: Call, response: pb.ForwardResponse) -> None:
         """Counts a call whose outputs were good."""
@@ -145,6 +156,11 @@ class ExpertStream:
         with self._lock:
             self._seen.faults += 1
             self._seen.last_fault = reason
+
+    def _refusing(self) -> bool:
+        if self._refused and time.monotonic() >= self._refused_until_s:
+            self._refused = ""
+        return bool(self._refused)
 
     # --- other threads ---
 
@@ -180,16 +196,18 @@ class ExpertStream:
     def _why_not(self, call: Call) -> str:
         if not self.usable:
             return self._refused or self._down or "the stream is closed"
-        if call.num_rows > self._credits:
-            return f"{call.num_rows} rows exceed its {self._credits} row credits"
+        most = max(self._credits, self.worker.row_credits or DEFAULT_ROW_CREDITS)
+        if call.num_rows > most:
+            return f"{call.num_rows} rows exceed its {most} row credits"
         if len(self._waiting) >= MAX_WAITING_CALLS:
             return f"{MAX_WAITING_CALLS} calls wait for row credits already"
         return ""
 
     def _send_waiting(self) -> None:
+        """Sends what the credits allow; a call alone always, so that its reply brings others."""
         while self._waiting:
             call = self._waiting[0]
-            if self._rows_in_flight + call.num_rows > self._credits:
+            if self._rows_in_flight and self._rows_in_flight + call.num_rows > self._credits:
                 return
             self._waiting.popleft()
             self._pending[call_key(call.request.id)] = call
@@ -230,7 +248,7 @@ class ExpertStream:
             for response in stream:
                 self._take(response)
         except grpc.RpcError as error:
-            reason = describe_failure(error)
+            reason = "replies are lost" if self._stuck else describe_failure(error)
         self._fail_all(outbox, reason)
         return was_up
 
@@ -267,6 +285,8 @@ class ExpertStream:
             self._pending.clear()
             self._waiting.clear()
             self._rows_in_flight = 0
+            self._credits = self.worker.row_credits or DEFAULT_ROW_CREDITS
+            self._stuck = False
         for call in failed:
             if not call.abandoned:
                 call.outcomes.put(Outcome(call, None, reason))

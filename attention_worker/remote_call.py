@@ -28,7 +28,7 @@ from expertmesh_kernels.combine import combine
 from expertmesh_kernels.dispatch import WorkerRows, plan_dispatch
 from expertmesh_kernels.router import Routing
 
-# Answers after which this life of the expert worker is not asked again.
+# Answers after which this life of the expert worker is not asked again for a while.
 _FINAL_CODES = frozenset(
     {
         pb.ForwardError.CODE_STALE_INCARNATION,

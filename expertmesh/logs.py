@@ -70,6 +70,8 @@ def configure_logging(settings: LogSettings, process: str) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(settings.log_level.upper())
+    # It shows a traceback for each malformed message of a peer; we name the peer in one line.
+    logging.getLogger("grpc._common").setLevel(logging.CRITICAL)
     if settings.log_level != "debug":  # they log every request and every compiled function
         for noisy in ("aiohttp.access", "asyncio", "numba"):
             logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -222,7 +222,7 @@ def test_uncovered_expert(checkpoint: Checkpoint) -> None:
 
 
 def test_refusals_lead_to_another_copy(checkpoint: Checkpoint) -> None:
-    """Draining, stale and not-resident answers cost a retry; the first two end the use."""
+    """Draining, stale and not-resident answers cost a retry; the first two end the use for now."""
     store = loaded_store(checkpoint, "float32")
     todo = to_expert(2)
     expected = todo.run(local(checkpoint))
