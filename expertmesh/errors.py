@@ -121,15 +121,18 @@ class ExpertUnavailableError(ExpertMeshError):
 
     Args:
         missing: (layer, expert) pairs without a usable copy.
-        detail: Which expert worker failed and how; may be empty.
+        detail: Which expert worker failed and how, for the log; may be empty.
+
+    Attributes:
+        public: What a client may know: no address, and no text of another process.
     """
 
     def __init__(self, missing: Sequence[tuple[int, int]], *, detail: str = "") -> None:
         self.missing = tuple(missing)
         shown = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self.missing[:8])
         more = f" and {len(self.missing) - 8} more" if len(self.missing) > 8 else ""
-        why = f": {detail}" if detail else ""
-        super().__init__(f"no usable copy of {shown}{more}{why}")
+        self.public = f"no usable copy of {shown}{more}"
+        super().__init__(f"{self.public}: {detail}" if detail else self.public)
 
 
 class EngineError(ExpertMeshError):

@@ -47,7 +47,7 @@ def status_of(error: BaseException, method: str) -> status_pb2.Status:
         case ExpertUnavailableError():
             layers = ",".join(f"{layer}:{expert}" for layer, expert in error.missing[:32])
             info = _info("expert_unavailable", {"layer_expert": layers})
-            return _status(UNAVAILABLE, str(error), info, _retry(_UNAVAILABLE_RETRY_S))
+            return _status(UNAVAILABLE, error.public, info, _retry(_UNAVAILABLE_RETRY_S))
         case EngineError() | PeerError():
             _log.error("%s failed: %s", method, error)
             return _status(INTERNAL, "the engine failed", _info("engine_error"))

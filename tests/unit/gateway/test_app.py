@@ -87,7 +87,7 @@ async def test_new_requests_are_refused_while_experts_are_missing(
         error = (await response.json())["error"]
     assert (error["type"], error["code"]) == ("service_unavailable", "expert_unavailable")
     assert "layer 1 expert 4" in error["message"]
-    assert "10.0.0.2:1 is unreachable" in error["message"]
+    assert "10.0.0.2" not in error["message"], "addresses are for /ready"
     assert gateway.engine.requests == []
 
 

@@ -204,7 +204,7 @@ async def test_odd_floats(served: Served, value: float) -> None:
     [
         (OverloadedError("full"), grpc.StatusCode.UNAVAILABLE, "ENGINE_OVERLOADED", True),
         (
-            ExpertUnavailableError([(3, 1)]),
+            ExpertUnavailableError([(3, 1)], detail="secret address"),
             grpc.StatusCode.UNAVAILABLE,
             "EXPERT_UNAVAILABLE",
             True,

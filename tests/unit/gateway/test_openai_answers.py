@@ -311,7 +311,12 @@ async def test_one_bad_prompt_stops_the_call(
     ("error", "status", "type_", "code"),
     [
         (OverloadedError("full", retry_after_s=2.5), 503, "overloaded_error", "engine_overloaded"),
-        (ExpertUnavailableError([(3, 1)]), 503, "service_unavailable", "expert_unavailable"),
+        (
+            ExpertUnavailableError([(3, 1)], detail="secret address"),
+            503,
+            "service_unavailable",
+            "expert_unavailable",
+        ),
         (EngineError("secret path"), 500, "server_error", "engine_error"),
         (RuntimeError("secret path"), 500, "server_error", "internal_error"),
     ],
