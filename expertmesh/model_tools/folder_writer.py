@@ -196,10 +196,10 @@ def _read_manifest(folder: Path) -> _Manifest | None:
     try:
         raw = read_json_object(path)
         recipe, files = raw["recipe"], raw["files"]
-        assert isinstance(recipe, dict)
-        assert isinstance(files, dict)
+        if not (isinstance(recipe, dict) and isinstance(files, dict)):
+            return None
         entries = {name: _FileEntry(**entry) for name, entry in files.items()}
-    except (CheckpointError, KeyError, TypeError, AssertionError):
+    except (CheckpointError, KeyError, TypeError):
         return None
     return _Manifest(recipe, entries)
 
