@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
+Encoder = Callable[[CollectorRegistry], bytes]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -73,8 +74,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     if request.version < HttpVersion10:
         request.protocol.force_close()
         raise ConnectionResetError("HTTP/0.9 is not served")
-    wanted = request.headers.get("X-Request-Id", "")
-    request[REQUEST_ID] = wanted if _SANE_REQUEST_ID.fullmatch(wanted) else new_id("req-")
+    _give_id(request)
     try:
         return await handler(request)
     except ConnectionError:
@@ -83,6 +83,14 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return await _answer_and_close(request, api_error(error, request[REQUEST_ID]))
     except Exception as error:
         return api_error(error, request[REQUEST_ID]).response()
+
+
+def _give_id(request: web.BaseRequest) -> str:
+    """The id of a request, the same at every call; the client's own if that is sane."""
+    if REQUEST_ID not in request:
+        wanted = request.headers.get("X-Request-Id", "")
+        request[REQUEST_ID] = wanted if _SANE_REQUEST_ID.fullmatch(wanted) else new_id("req-")
+    return request[REQUEST_ID]
 
 
 async def _answer_and_close(request: web.Request, error: ApiError) -> web.StreamResponse:
@@ -96,7 +104,7 @@ async def _answer_and_close(request: web.Request, error: ApiError) -> web.Stream
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = request[REQUEST_ID]
+    response.headers["X-Request-Id"] = _give_id(request)  # none yet: refused before the handler
 
 
 class _StatusHandlers:
@@ -128,9 +136,17 @@ class _StatusHandlers:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """All metrics; encoded in a thread, as that can take tens of milliseconds."""
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        encode, content_type = _encoder(request.headers.get("Accept", ""))
         body = await asyncio.to_thread(encode, self._registry)
         return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _encoder(accept: str) -> tuple[Encoder, str]:
+    """What writes metrics as the client wants them, or plainly if that cannot be understood."""
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # a version that is no number
+        return choose_encoder("")
 
 
 def ready_report(frontend: GenerationFrontend) -> Json:

@@ -44,7 +44,7 @@ from gateway.listen import bind, check_free, port_error
 from gateway.membership import Membership, ServedIdentity
 from gateway.mesh_status import MeshStatus
 from gateway.request_metrics import RequestMetrics
-from gateway.service import GenerationFrontend, ServedModel
+from gateway.service import ApiLimits, GenerationFrontend, ServedModel
 from gateway.tokenizer import Tokenizer
 
 logger = logging.getLogger("gateway")
@@ -255,8 +255,17 @@ class Gateway:
         engine.start()
         metrics.watch(engine.stats, self.mesh)
         model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
-        self.frontend = GenerationFrontend(engine, model, self.mesh)
+        self.frontend = GenerationFrontend(engine, model, self.mesh, self._api_limits())
         await self._open_apis(self.frontend, registry)
+
+    def _api_limits(self) -> ApiLimits:
+        """What the queue could never take is refused for good, not for now."""
+        engine, most = self._settings.engine, ApiLimits()
+        return dataclasses.replace(
+            most,
+            max_prompts=min(most.max_prompts, engine.max_num_queued_reqs + engine.max_num_seqs),
+            max_prompt_tokens=engine.max_num_queued_tokens,
+        )
 
     def _model_name(self, checkpoint: Checkpoint) -> str:
         given = self._settings.model

@@ -77,7 +77,9 @@ class ApiLimits:
     max_body_bytes: int = 10 * 2**20
     """A longer request is refused without reading it."""
     max_prompts: int = 1024
-    """Prompts of one call."""
+    """Prompts of one call; no more than the queue takes at its best."""
+    max_prompt_tokens: int = 262_144
+    """Tokens of all prompts of a call that has several; the queue never takes more at once."""
     max_json_depth: int = 32
     max_json_nodes: int = 250_000
     """Values in one request."""
@@ -166,12 +168,7 @@ class GenerationFrontend:
             raise OverloadedError("the gateway is stopping", retry_after_s=5.0)
         mesh = self.mesh()
         if mesh.uncovered:
-            troubled = [worker for worker in mesh.workers if worker.state != "ready"]
-            detail = "; ".join(
-                f"expert worker {worker.worker_id or worker.address} is {worker.state}"
-                for worker in troubled[:4]
-            )
-            raise ExpertUnavailableError(missing_pairs(dict(mesh.uncovered)), detail=detail)
+            raise ExpertUnavailableError(missing_pairs(dict(mesh.uncovered)))
 
     def open(self, prompts: Sequence[Prompt]) -> GenerationStream:
         """Submits the prompts of one call, all or none.

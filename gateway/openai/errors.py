@@ -49,7 +49,12 @@ class ApiError:
         message = self.message
         if len(message) > _MAX_MESSAGE_LEN:
             message = f"{message[:_MAX_MESSAGE_LEN]}..."
-        error = {"message": message, "type": self.type, "param": self.param, "code": self.code}
+        error = {
+            "message": _printable(message),
+            "type": self.type,
+            "param": None if self.param is None else _printable(self.param),
+            "code": self.code,
+        }
         return orjson.dumps({"error": error})
 
     def response(self) -> web.Response:
@@ -63,6 +68,11 @@ class ApiError:
         if self.status in (408, 413, 415):
             response.force_close()  # the body of the request was not read
         return response
+
+
+def _printable(text: str) -> str:
+    """Halves of surrogate pairs, which a body may have in its keys, cannot be sent."""
+    return text.encode(errors="replace").decode()
 
 
 def api_error(error: BaseException, request_id: str) -> ApiError:
@@ -80,7 +90,7 @@ def api_error(error: BaseException, request_id: str) -> ApiError:
                 503, "overloaded_error", str(error), "engine_overloaded", headers=headers
             )
         case ExpertUnavailableError():
-            return _unavailable(str(error), "expert_unavailable")
+            return _unavailable(error.public, "expert_unavailable")
         case AbortedError():
             return _unavailable("the request was aborted", "request_aborted")
         case EngineError() | PeerError():

@@ -38,9 +38,7 @@ async def encode_chat(
     size = sum(len(message["content"]) for message in conversation)
     check_text_len(model, size, param)
     ids = await _encode(frontend, size, model.chat_template.encode, conversation)
-    if not ids:
-        raise RequestError(f"{param} gives an empty prompt", param=param, code="empty_prompt")
-    return tuple(ids)
+    return _usable(ids, model, param)
 
 
 async def encode_prompts(frontend: GenerationFrontend, prompt: object) -> list[TokenIds]:
@@ -64,7 +62,19 @@ async def encode_prompts(frontend: GenerationFrontend, prompt: object) -> list[T
     if len(prompt) > (most := frontend.limits.max_prompts):
         raise RequestError(f"prompt has {len(prompt)} entries; at most {most}", param="prompt")
     size = sum(len(entry) for entry in prompt if isinstance(entry, str))
-    return [await _encode_entry(frontend, entry, size) for entry in prompt]
+    prompts = [await _encode_entry(frontend, entry, size) for entry in prompt]
+    _check_together(prompts, frontend.limits.max_prompt_tokens)
+    return prompts
+
+
+def _check_together(prompts: Sequence[TokenIds], most: int) -> None:
+    """Refuses what the queue never takes; a client would repeat a 503 for ever."""
+    num_tokens = sum(map(len, prompts))
+    if len(prompts) > 1 and num_tokens > most:
+        raise RequestError(
+            f"prompt has {num_tokens} tokens in {len(prompts)} entries; at most {most} in a call",
+            param="prompt",
+        )
 
 
 async def _encode_entry(frontend: GenerationFrontend, entry: object, size: int) -> TokenIds:
@@ -103,8 +113,26 @@ async def encode_text(
         raise RequestError(f"{param} is empty", param=param, code="empty_prompt")
     check_text_len(frontend.model, len(text), param)
     ids = await _encode(frontend, max(len(text), call_size), tokenizer.encode, text)
+    return _usable(ids, frontend.model, param)
+
+
+def _usable(ids: list[int], model: ServedModel, param: str) -> TokenIds:
+    """The ids of a text. A tokenizer may have tokens that the model lacks, as added ones often
+    are: such an id must not get into a step, which would fail for all requests in it.
+
+    Raises:
+        RequestError: There are none, or the model lacks one.
+    """
     if not ids:
         raise RequestError(f"{param} has no tokens", param=param, code="empty_prompt")
+    size = model.config.vocab_size
+    if max(ids) >= size:
+        unknown = next(token_id for token_id in ids if token_id >= size)
+        raise RequestError(
+            f"{param} has token {unknown} of the tokenizer, but the model knows only {size}",
+            param=param,
+            code="invalid_token_id",
+        )
     return tuple(ids)
 
 

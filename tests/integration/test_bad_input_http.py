@@ -225,10 +225,14 @@ def test_many_requests_on_one_connection(text_server: Server, good: Generated) -
 def test_too_many_requests_are_refused_at_once(text_server: Server, good: Generated) -> None:
     """Requests beyond the queue are answered 429 or 503 with Retry-After, not kept for ever."""
     api = text_server.api
-    body = {"prompt": [[5, 6, 7]] * 1000, "max_tokens": 300, "ignore_eos": True}
-    answer = api.post(COMPLETIONS, body)
-    assert answer.status in (429, 503), answer.body[:300]
-    assert float(answer.headers["retry-after"]) > 0
+    body = {"prompt": [[5, 6, 7]] * 320, "max_tokens": 300, "ignore_eos": True}
+    with closing(api.stream(COMPLETIONS, body)) as events:
+        assert "error" not in next(events), "the queue takes that many"
+        answer = api.post(COMPLETIONS, body)
+        assert answer.status in (429, 503), answer.body[:300]
+        assert float(answer.headers["retry-after"]) > 0
+        never = api.post(COMPLETIONS, {**body, "prompt": [[5, 6, 7]] * 321})
+        assert never.status == 400, "a client must not repeat what can never be taken"
     poll(
         lambda: api.metrics()["moe_request_slots_used"] == 0,
         timeout_s=10,
