@@ -33,15 +33,17 @@ def _error(code: int) -> Callable[[pb.ForwardResponse], object]:
     )
 
 
+def _lose_with_few_credits(reply: pb.ForwardResponse) -> None:
+    reply.row_credits = 1
+    reply.ClearField("id")
+
+
 WRONG: dict[str, Callable[[pb.ForwardResponse], object] | None] = {
     "lost": None,
     "without id": lambda reply: reply.ClearField("id"),
     "of another layer": lambda reply: setattr(reply.id, "layer", 0),
     "few credits": lambda reply: setattr(reply, "row_credits", 1),
-    "few credits and lost": lambda reply: (
-        setattr(reply, "row_credits", 1),
-        reply.ClearField("id"),
-    ),
+    "few credits and lost": _lose_with_few_credits,
     "of another life": lambda reply: setattr(reply, "incarnation", 3),
     "without result": lambda reply: reply.ClearField("outputs"),
     "wrong bytes": lambda reply: setattr(reply.outputs, "data", b"123"),
