@@ -22,9 +22,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest  # noqa: E402 (the environment comes first)
+import hypothesis  # noqa: E402 (the environment comes first)
+import pytest  # noqa: E402
 
 from tests.support.leaks import LeakGuard  # noqa: E402
+
+# The same examples in every run: a change is judged by what it does, not by chance. Look for new
+# examples with `pytest --hypothesis-profile=search`.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("search", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 if TYPE_CHECKING:
     from tests.support.mesh import Server
