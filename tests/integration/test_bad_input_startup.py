@@ -26,6 +26,9 @@ BAD_PORT = 4
 QUICK_S = 10.0
 """Generous for a busy machine; alone it takes about a second."""
 
+FREE_PORTS = {"EXPERTMESH_PORT": "0", "EXPERTMESH_GRPC_PORT": "0"}
+"""The default ports may be in use on the machine that tests; flags go before the environment."""
+
 Damage = Callable[[Path], None]
 
 
@@ -38,7 +41,7 @@ def checkpoint(models: Models, tmp_path: Path) -> Path:
 def _fails(*arguments: str, exit_code: int, mentions: tuple[str, ...]) -> str:
     """Runs a command that must fail with this code and one line that mentions all of these."""
     started = time.monotonic()
-    result = run([*COMMAND, *arguments], timeout_s=60)
+    result = run([*COMMAND, *arguments], timeout_s=60, env=FREE_PORTS)
     assert time.monotonic() - started < QUICK_S
     assert exit_code == result.returncode, result.stderr
     assert "Traceback" not in result.stderr
@@ -232,9 +235,8 @@ def test_bad_flags_of_an_expert_worker(
 
 def test_bad_environment_and_file(checkpoint: Path, tmp_path: Path) -> None:
     """A wrong value in the environment or in the configuration file is named as such."""
-    result = run(
-        [*COMMAND, "serve", str(checkpoint)], env={"EXPERTMESH_MAX_NUM_SEQS": "many"}, timeout_s=60
-    )
+    environment = {**FREE_PORTS, "EXPERTMESH_MAX_NUM_SEQS": "many"}
+    result = run([*COMMAND, "serve", str(checkpoint)], env=environment, timeout_s=60)
     assert result.returncode == BAD_SETTING, result.stderr
     assert "many" in result.stderr
     (tmp_path / "c.yaml").write_text("max-num-seqs: 4\nno-such-key: 1\n")
@@ -270,7 +272,8 @@ def test_address_that_is_not_ours(checkpoint: Path) -> None:
 def test_traceback_only_on_request(checkpoint: Path) -> None:
     """EXPERTMESH_DEBUG=1 shows where a start-up error comes from."""
     _remove("config.json")(checkpoint)
-    result = run([*COMMAND, "serve", str(checkpoint)], env={"EXPERTMESH_DEBUG": "1"}, timeout_s=60)
+    environment = {**FREE_PORTS, "EXPERTMESH_DEBUG": "1"}
+    result = run([*COMMAND, "serve", str(checkpoint)], env=environment, timeout_s=60)
     assert result.returncode == BAD_CHECKPOINT
     assert "Traceback" in result.stderr
 

@@ -67,7 +67,8 @@ def test_serve_stops_within_five_seconds(text_model: Path, sign: signal.Signals)
 
 def test_stop_while_starting(text_model: Path) -> None:
     """Ctrl-C before anything is ready stops everything as quickly."""
-    with Managed([*COMMAND, "serve", str(text_model), "--port", "0"], name="serve") as process:
+    arguments = ["serve", str(text_model), "--port", "0", "--grpc-port", "0"]
+    with Managed([*COMMAND, *arguments], name="serve") as process:
         poll(lambda: len(process.descendants()) >= 2, timeout_s=20, what="children are started")
         assert process.stop(STOP_TIMEOUT_S, sign=signal.SIGINT) == 0
         assert_gone(process, [])
