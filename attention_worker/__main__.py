@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
-import threading
 
 from expertmesh.errors import StartupError
 from expertmesh.logs import configure_logging
-from expertmesh.processes import announce_failure, announce_ready, watch_lifeline
+from expertmesh.processes import announce_failure, announce_ready
 from expertmesh.settings import AttentionWorkerSettings
+from expertmesh.stop_request import StopRequest
 
 STOP_GRACE_S = 1.0
 """Time for the step in hand at the end; its result is of no use any more."""
+
+_ENDING_S = 3.0  # for the rest of an orderly end
 
 logger = logging.getLogger("attention_worker")
 
 
 def main(argv: list[str]) -> int:
     """Runs an attention worker; returns its exit code."""
-    stopping = threading.Event()
-    watch_lifeline(stopping.set)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stopping.set())
+    stopping = StopRequest()
+    stopping.listen()
     parser = argparse.ArgumentParser(prog="attention_worker", description=__doc__)
     parser.add_argument("--settings", required=True, help="AttentionWorkerSettings as JSON")
     try:
@@ -36,12 +35,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _serve(settings: AttentionWorkerSettings, stopping: threading.Event) -> None:
+def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     configure_logging(settings.log, "attention worker")
     from attention_worker.worker import build_worker  # torch: settings are checked before it
 
     worker = build_worker(settings)
-    if stopping.is_set():
+    if stopping.made:
         return
     worker.server.start()
     description = worker.description
@@ -54,7 +53,7 @@ def _serve(settings: AttentionWorkerSettings, stopping: threading.Event) -> None
         settings.socket_path,
     )
     announce_ready({"socket_path": settings.socket_path})
-    stopping.wait()  # ends with a signal or with the parent
+    stopping.wait(exit_guard_s=STOP_GRACE_S + _ENDING_S)  # ends with a signal or with the parent
     worker.stop(STOP_GRACE_S)
 
 

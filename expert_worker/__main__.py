@@ -5,25 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import signal
 import sys
-import threading
 import typing
 
 from expertmesh.errors import SettingsError, StartupError
 from expertmesh.logs import configure_logging
-from expertmesh.processes import announce_failure, announce_ready, watch_lifeline
+from expertmesh.processes import announce_failure, announce_ready
 from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings
+from expertmesh.stop_request import StopRequest
+
+_ENDING_S = 3.0  # for the rest of an orderly end, after the drain
 
 logger = logging.getLogger("expert_worker")
 
 
 def main(argv: list[str]) -> int:
     """Runs an expert worker; returns its exit code."""
-    stopping = threading.Event()
-    watch_lifeline(stopping.set)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stopping.set())
+    stopping = StopRequest()
+    stopping.listen()
     try:
         settings, metrics_port = parse_settings(argv)
         configure_logging(settings.log, settings.worker_id or "expert worker")
@@ -61,16 +60,14 @@ def _reader(kind: type, name: str) -> typing.Callable[[str], object]:
     return typing.cast("type", expected) if expected in (int, float) else str
 
 
-def _serve(
-    settings: ExpertWorkerSettings, metrics_port: int | None, stopping: threading.Event
-) -> None:
+def _serve(settings: ExpertWorkerSettings, metrics_port: int | None, stopping: StopRequest) -> None:
     from expert_worker.worker import ExpertWorker  # torch: settings are checked before it
 
     worker = ExpertWorker(settings, metrics_port)
     try:
         if worker.load(stopping):
             announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})
-            stopping.wait()  # ends with a signal or with the parent
+            stopping.wait(exit_guard_s=settings.drain_grace_s + _ENDING_S)
     finally:
         worker.stop()
 

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import socket
-import threading
 import time
 
 import numpy as np
@@ -23,6 +22,7 @@ from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model
 from expertmesh.settings import ExpertWorkerSettings, data_home
+from expertmesh.stop_request import StopRequest
 from expertmesh.wire import incarnation
 from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.self_test import numerics_fingerprint
@@ -71,7 +71,7 @@ class ExpertWorker:
             logger.info("metrics on http://%s:%d/metrics", settings.host, port)
         self.server.start()
 
-    def load(self, stopping: threading.Event) -> bool:
+    def load(self, stopping: StopRequest) -> bool:
         """Loads the experts of the settings, then says that it is healthy; False if interrupted.
 
         Raises:
@@ -82,7 +82,7 @@ class ExpertWorker:
         ]
         reported_s = time.monotonic()
         for done, (layer, expert) in enumerate(wanted):
-            if stopping.is_set():
+            if stopping.made:
                 return False
             self.store.load(layer, expert)
             if time.monotonic() - reported_s > _REPORT_INTERVAL_S:

@@ -1,0 +1,68 @@
+"""Being told to end: at any moment, more than once, and for good."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from expertmesh.processes import child_environment
+from expertmesh.stop_request import StopRequest
+
+WAIT_S = 20.0
+
+
+def run(code: str) -> subprocess.Popen[str]:
+    """A Python process that has a listening StopRequest named `stopping`."""
+    head = "from expertmesh.stop_request import StopRequest\nstopping = StopRequest()\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", head + "stopping.listen()\nprint('up', flush=True)\n" + code],
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait(number: signal.Signals) -> None:
+    """The waiting process goes on to its orderly end."""
+    with run("stopping.wait(exit_guard_s=30)\nraise SystemExit(7)") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        assert process.wait(WAIT_S) == 7
+
+
+def test_an_end_that_gets_stuck_is_cut() -> None:
+    """A thread that never ends cannot keep the process."""
+    code = (
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "stopping.wait(exit_guard_s=0.2)\n"
+    )
+    with run(code) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        assert process.wait(WAIT_S) == 71
+
+
+def test_a_wish_may_interrupt_another_one() -> None:
+    """Many signals while wishes are made: nothing blocks, as a lock would."""
+    code = (
+        "import os, signal\n"
+        "for _ in range(2000):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    stopping.make()\n"
+        "stopping.wait(exit_guard_s=30)\n"
+        "raise SystemExit(7 if stopping.made else 1)"
+    )
+    with run(code) as process:
+        assert process.wait(WAIT_S) == 7
+
+
+def test_nothing_is_wished_at_first() -> None:
+    """A new request is not made."""
+    assert not StopRequest().made
