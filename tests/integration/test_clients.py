@@ -197,3 +197,37 @@ def test_first_token_comes_at_once(text_server: Server) -> None:
     ]
     assert len(times) > 100
     assert times[0] < times[-1] / 4
+
+
+def test_metric_names(text_server: Server) -> None:
+    """The documented metrics are there, with their mirror in the names of vLLM."""
+    text_server.api.complete("count me", 3)
+    mirrored = {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+    }
+    own = {
+        "moe_kv_blocks_used",
+        "moe_kv_blocks_total",
+        "moe_request_slots_used",
+        "moe_dispatch_bytes_total",
+        "moe_dispatch_tokens_total",
+        "moe_dispatch_duration_seconds_count",
+        "moe_workers",
+        "moe_uncovered_experts",
+        "moe_placement_version",
+    }
+    expected = own | {f"{prefix}{name}" for prefix in ("moe_", "vllm:") for name in mirrored}
+    poll(  # what expert workers did is reported twice a second
+        lambda: expected <= set(text_server.api.metrics()),
+        timeout_s=3,
+        what="every metric is there",
+    )

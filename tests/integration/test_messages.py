@@ -21,6 +21,7 @@ from tests.support.api import Api
 from tests.support.counting_proxy import CountingProxy, SeenCall
 from tests.support.mesh import ExpertProcess, expert_workers, gateway
 from tests.support.oracle import Oracle, prompts
+from tests.support.processes import poll
 from tests.support.tiny_checkpoints import MIXTRAL
 
 NUM_WORKERS = 3
@@ -162,3 +163,33 @@ def test_a_row_is_sent_once_to_an_expert_worker(mesh: CountedMesh) -> None:
     assert any(len(experts) == 2 for call in seen for experts in call.experts)
     for call in seen:
         assert len(set(call.rows)) == call.num_rows
+
+
+def test_metrics_count_what_was_sent(mesh: CountedMesh) -> None:
+    """Calls, token rows and bytes in /metrics are those on the wire, within a second."""
+    first = _dispatched(mesh)
+    mesh.take()
+    for prompt in prompts(MIXTRAL.vocab_size, (30, 8), seed=9):
+        mesh.api.complete(prompt, 5)
+    seen = [call for calls in mesh.take() for call in calls]
+    rows = sum(call.num_rows for call in seen)
+    pairs = sum(len(experts) for call in seen for experts in call.experts)
+    row_bytes = 4 * MIXTRAL.hidden_size
+
+    def as_counted() -> bool:
+        counted = [now - then for now, then in zip(_dispatched(mesh), first, strict=True)]
+        calls, tokens, payload = counted
+        at_least = row_bytes * (rows + pairs)
+        return calls == len(seen) and tokens == rows + pairs and at_least <= payload < 2 * at_least
+
+    poll(as_counted, timeout_s=3, what=f"{len(seen)} calls, {rows}+{pairs} rows are counted")
+
+
+def _dispatched(mesh: CountedMesh) -> tuple[float, float, float]:
+    """Calls, token rows in both directions, payload bytes in both directions."""
+    metrics = mesh.api.metrics()
+    return (
+        metrics.get("moe_dispatch_duration_seconds_count", 0.0),
+        metrics.get("moe_dispatch_tokens_total", 0.0),
+        metrics.get("moe_dispatch_bytes_total", 0.0),
+    )

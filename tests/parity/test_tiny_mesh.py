@@ -122,6 +122,15 @@ def test_prompts_of_one_request(parity: Parity) -> None:
     }
 
 
+def test_text_needs_a_tokenizer(parity: Parity) -> None:
+    """A checkpoint without a tokenizer serves token ids, and says so when it gets text."""
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    for path, body in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", chat)):
+        answer = parity.api.post(path, body)
+        assert answer.status == 400, answer.body
+        assert "token ids" in answer.error["message"]
+
+
 def test_whole_context(parity: Parity) -> None:
     """A sequence may fill the context to its last token."""
     oracle_prompt = parity.prompts[-1]
