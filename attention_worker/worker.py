@@ -31,7 +31,7 @@ from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
 from expertmesh.wire import DTYPE_CODES, incarnation
-from expertmesh_kernels.host import TORCH_DTYPES
+from expertmesh_kernels.host import TORCH_DTYPES, find_device
 from expertmesh_kernels.self_test import numerics_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     checkpoint = Checkpoint.open(Path(settings.model))
     config = checkpoint.config
     dtype_name = _dtype_name(settings, config)
-    dtype, device = TORCH_DTYPES[dtype_name], torch.device(settings.device)
+    dtype, device = TORCH_DTYPES[dtype_name], find_device(settings.device)
     pool = _kv_pool_settings(settings, _max_model_len(settings, config))
     num_kv_blocks = choose_num_kv_blocks(
         config, pool, dtype, available_memory(device) - _weight_bytes(settings, checkpoint, dtype)

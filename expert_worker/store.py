@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from expertmesh.checkpoint import Checkpoint, HostTensor
 from expertmesh.errors import ExpertMeshError
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh_kernels.grouped_mlp import ExpertWeights
-from expertmesh_kernels.host import TORCH_DTYPES, to_torch
+from expertmesh_kernels.host import TORCH_DTYPES, find_device, to_torch
 from expertmesh_kernels.linear import PackedLinear, pack_linear
 
 
@@ -69,7 +67,7 @@ class ExpertStore:
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype: DtypeName = dtype
-        self.device = torch.device(device)
+        self.device = find_device(device)
         self.num_slots = count_experts(self.config) if num_slots is None else num_slots
         self.on_change: Callable[[], None] = _ignore_change
         """Called after every change of residency, in the thread that made it."""

@@ -88,6 +88,7 @@ class HttpSettings(Settings):
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
+        _check_host(self.host)
         _check_port("port", self.port)
         _check_port("grpc_port", self.grpc_port)
 
@@ -242,6 +243,7 @@ class ExpertWorkerOptions(Settings):
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
+        _check_host(self.host)
         _check_port("port", self.port)
         _check_int("max_streams", self.max_streams, 1, 4096)
         _check_int("row_credits", self.row_credits, 1, 2**24)
@@ -289,6 +291,15 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     if colon and host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535:
         return host.removeprefix("[").removesuffix("]"), int(port)
     raise SettingsError(f"{name} has {address!r}, expected host:port with a port of 1 to 65535")
+
+
+def _check_host(value: str) -> None:
+    """An empty variable of the environment must not open a server to every network."""
+    if not value.strip() or value.startswith("["):
+        raise SettingsError(
+            f"host is {value!r}, expected a name or an address without brackets",
+            fix="use 127.0.0.1 for this machine only, 0.0.0.0 or :: for every network",
+        )
 
 
 def _check_port(name: str, value: int) -> None:

@@ -31,7 +31,7 @@ from expertmesh.settings import (
     ModelOptions,
     ModelSettings,
 )
-from gateway.cli_config import apply_config_file
+from gateway.cli_config import apply_config_file, check_whole_numbers
 
 if TYPE_CHECKING:
     from gateway.client_commands import ClientOptions
@@ -61,7 +61,7 @@ ServerUrl = Annotated[str, Parameter(group=_ADDRESSES)]
 app = App(
     name="expertmesh",
     help="Serves Mixture-of-Experts language models, attention and experts in separate processes.",
-    config=(Env("EXPERTMESH_", command=False), apply_config_file),
+    config=(Env("EXPERTMESH_", command=False), apply_config_file, check_whole_numbers),
     version_flags=("--version",),
     version=__version__,
     result_action="return_value",
@@ -333,6 +333,10 @@ def run_command(arguments: list[str]) -> int:
         return error.exit_code
     except ExpertMeshError as error:
         write_error(error)
+        return StartupError.exit_code
+    except OSError as error:  # a path that cannot be, a full disk
+        where = f"{str(error.filename)[:200]}: " if error.filename else ""
+        write_error(StartupError(f"{where}{error.strerror or error}"))
         return StartupError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

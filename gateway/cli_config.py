@@ -9,6 +9,9 @@ It fills in what neither a flag nor the environment has set.
 
 from __future__ import annotations
 
+import re
+import reprlib
+import typing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 _CONFIG = "--config"
 _MAX_BYTES = 1_048_576
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def apply_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -56,11 +60,27 @@ def _as_text(value: object, keyword: str) -> str:
     """The value as one would write it on the command line."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, list):
+    if isinstance(value, list) and not any(isinstance(item, list) for item in value):
         return ",".join(_as_text(item, keyword) for item in value)
     if isinstance(value, str | int | float):
         return str(value)
-    raise SettingsError(f"{keyword} is {value!r}, expected one value or a list")
+    shown = reprlib.repr(value)  # short, even of a value that contains itself
+    raise SettingsError(f"{keyword} is {shown}, expected one value or a list of them")
+
+
+def check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuses 1.5 where a whole number is expected, which would be rounded.
+
+    Raises:
+        SettingsError: Names the setting and its value.
+    """
+    for argument in arguments:
+        if int not in (argument.hint, *typing.get_args(argument.hint)):
+            continue
+        for token in argument.tokens:
+            if not _WHOLE.fullmatch(token.value):
+                name = token.keyword or argument.name
+                raise SettingsError(f"{name} is {token.value!r}, expected a whole number")
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -74,7 +94,7 @@ def _read(path: Path) -> dict[str, object]:
         raw = yaml.safe_load(text)
     except OSError as error:
         raise SettingsError(f"cannot read configuration file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SettingsError(f"configuration file {path} is not YAML: {error}") from error
     if raw is None:
         return {}

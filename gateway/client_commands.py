@@ -164,12 +164,16 @@ class _Connection:
 
     def __init__(self, options: ClientOptions) -> None:
         self._options = options
-        parts = urllib.parse.urlsplit(options.url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise StartupError(f"url is {options.url!r}, expected http://host:port")
-        self._http = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        try:
+            parts = urllib.parse.urlsplit(options.url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(options.url)
+            secure = parts.scheme == "https"
+            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+            self._http = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        except (ValueError, http.client.InvalidURL) as error:
+            message = f"url is {options.url!r}, expected http://host:port"
+            raise StartupError(message) from error
 
     def __enter__(self) -> _Connection:
         return self

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertmesh.errors import SettingsError
 from expertmesh.model_config import DtypeName
 
 TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
@@ -24,6 +25,25 @@ TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+
+
+def find_device(name: str) -> torch.device:
+    """The device that torch calls so.
+
+    Raises:
+        SettingsError: There is no such device here, or none that holds a model.
+    """
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise SettingsError(
+            f"device is {name!r}, which this machine or this build of torch does not have",
+            fix="use cpu, or cuda with a build of torch for it",
+        ) from error
+    return device
 
 
 def to_torch(array: NDArray[np.generic], stored: DtypeName, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from expertmesh.settings import GatewaySettings
 from gateway.cli import run_command
 
 HELP_WITHIN_S = 0.5
+BOMB = "bcdefghijklmnop"
+"""Anchors of lists that hold the one before nine times."""
 
 
 class Served(list[GatewaySettings]):
@@ -128,7 +131,14 @@ def test_binding_flags(served: Served) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "--port", "x"], 'Invalid value for --port: unable to convert "x" into int'),
+        *(
+            (["serve", "--port", value], f"--port is {value!r}, expected a whole number")
+            for value in ("x", "", "8000.7", "1e3", "0x10", "\u0663", "8_0", "nan")
+        ),
+        *(
+            (["serve", f"--host={host}"], f"host is {host!r}, expected a name or an address")
+            for host in ("", " ", "[::1]")
+        ),
         (["serve", "--port", "70000"], "port is 70000, expected a whole number from 0 to 65535"),
         (["serve", "--prot", "1"], "Unknown option: --prot. Did you mean --port?"),
         (["serve", "--dtype", "int8"], "dtype"),
@@ -170,6 +180,17 @@ def test_wrong_environment(
         ("config: x", "unknown key 'config' in {path}"),
         ("port: many", "'port' in {path}"),
         ("port: {a: 1}", "'port' in {path} is {{'a': 1}}, expected one value or a list"),
+        ("port: 1.5", "'port' in {path} is '1.5', expected a whole number"),
+        ("experts: &a [*a]", "'experts' in {path} is [["),
+        (
+            "experts:\n- &b ['a:1']\n"
+            + "".join(f"- &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise(BOMB)),
+            "'experts' in {path} is [[",
+        ),
+        ("[" * 3000, "configuration file {path} is not YAML"),
+        (f"experts: {'[' * 500}{']' * 500}", "configuration file {path} is not YAML"),
+        ("--- 1\n--- 2", "configuration file {path} is not YAML"),
+        ("a: 9999-99-99", "configuration file {path} is not YAML"),
         ("- 1", "configuration file {path} must hold keys and values"),
         ("{", "configuration file {path} is not YAML"),
         ("a: !!python/object:os.system {}", "configuration file {path} is not YAML"),
@@ -214,6 +235,23 @@ def test_start_up_error(
 
     assert run_command(["serve"]) == 1
     assert capsys.readouterr().err == "error: no room\nfix: make room\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(["chat", "hi", "--url", url] for url in ("http://[::1", "http://a:99999", "http://a b/")),
+        *(["complete", "hi", "--url", url] for url in ("", "ftp://a", "http://", "http://a:x")),
+        ["serve", "a" * 5000, "--port", "0", "--grpc-port", "0"],
+        ["expert-worker", "a" * 5000],
+        ["model", "inspect", "a" * 5000],
+    ],
+    ids=lambda line: " ".join(line)[:30],
+)
+def test_odd_addresses_and_paths(capsys: pytest.CaptureFixture[str], line: list[str]) -> None:
+    """What no name or path can be is one line, not a traceback."""
+    assert run_command(line) in (1, 3)
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
