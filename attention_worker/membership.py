@@ -87,7 +87,7 @@ class MembershipStream:
             for request in requests:
                 self._take(request.expert_map)
         except grpc.RpcError as error:
-            logger.info("membership stream ended: %s", error)
+            logger.info("the membership stream ended%s", f": {error}" if str(error) else "")
         except ValueError as error:
             logger.error("refused an expert map: %s", error)
             self._refused = str(error)

@@ -213,9 +213,10 @@ class Membership:
         notable = _headline(new) != _headline(old)
         logger.log(
             logging.INFO if notable else logging.DEBUG,
-            "expert map %d: %d expert workers, %d of %d experts covered",
+            "expert map %d: %d expert worker%s, %d of %d experts covered",
             new.epoch,
             len(new.workers),
+            "" if len(new.workers) == 1 else "s",
             new.num_covered,
             new.num_pairs,
         )
@@ -241,10 +242,15 @@ class Membership:
 
 def _log_status(status: ExpertWorkerStatus) -> None:
     good = status.state is ExpertWorkerState.READY
+    if status.state is ExpertWorkerState.UNREACHABLE and not status.worker_id:
+        logger.warning(
+            "no expert worker answers at %s yet: %s; trying on", status.address, status.message
+        )
+        return
     logger.log(
         logging.INFO if good else logging.WARNING,
         "expert worker %s at %s is %s%s",
-        status.worker_id or "(unknown)",
+        status.worker_id,
         status.address,
         status.state,
         f": {status.message}" if status.message else f" with {status.num_experts} experts",

@@ -56,6 +56,7 @@ _ANSWER_GRACE_S = 0.7
 """For connections to write what was decided."""
 _CHILD_GRACE_S = 0.4
 """For the attention worker to end by itself: it has nothing that would have to be saved."""
+_NO_EXPERT_WORKERS = "no expert workers are known: see --experts"
 
 
 async def run_gateway(settings: GatewaySettings) -> int:
@@ -72,7 +73,10 @@ async def run_gateway(settings: GatewaySettings) -> int:
     try:
         if await start_unless(gateway, stopping):
             announce_ready(gateway.info)
-            logger.info("serving %s", gateway.info)
+            logger.info("%s", gateway.summary())
+            mesh = gateway.mesh()
+            if mesh.uncovered and not mesh.workers:
+                logger.warning("not ready: %s", mesh.message)
             await stopping.wait()
             logger.info("stopping")
             await gateway.drain(settings.engine.drain_grace_s)
@@ -152,9 +156,19 @@ class Gateway:
             return dataclasses.replace(
                 status, ready=False, message="the attention worker is restarting"
             )
-        if status.uncovered and not status.workers:
-            return dataclasses.replace(status, message="no expert workers are known: see --experts")
-        return status
+        if not status.uncovered:
+            return status
+        count = sum(len(experts) for experts in status.uncovered.values())
+        why = f"{count} experts have no usable copy" if status.workers else _NO_EXPERT_WORKERS
+        return dataclasses.replace(status, message=why)
+
+    def summary(self) -> str:
+        """For the log: what is served, and where."""
+        host = self._settings.http.host
+        return (
+            f"serving {self.info.get('model')}: HTTP on {host} port {self.info.get('http_port')},"
+            f" gRPC on port {self.info.get('grpc_port')}"
+        )
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests and lets those that run finish, for this long."""

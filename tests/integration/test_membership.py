@@ -106,6 +106,7 @@ def test_silent_addresses_are_named(model_dir: Path) -> None:
         assert answer.status == 503
         layers = range(MIXTRAL.num_layers)
         assert {layer: [4, 5, 6, 7] for layer in layers} == _uncovered(answer.json)
+        assert answer.json["message"] == f"{4 * len(layers)} experts have no usable copy"
         assert _worker_at(answer.json, closed)["message"]
         assert _worker_at(answer.json, silent)["message"]
         assert server.api.get("/health").status == 200

@@ -173,7 +173,7 @@ def test_a_refused_connection_is_named_and_recovers(
         threading.Event().wait(0.4)
         warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         assert warnings == [
-            f"expert worker (unknown) at 127.0.0.1:{port} is unreachable: connection refused"
+            f"no expert worker answers at 127.0.0.1:{port} yet: connection refused; trying on"
         ]
         both = {1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}
         with WatchServer(snapshot("w0", FINGERPRINT, both), port=port):
