@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -210,6 +211,11 @@ def _bind(name: str, host: str, port: int) -> socket.socket:
 
 def _run(mesh: LocalMesh, supervisor: Supervisor, ask: str | None) -> None:
     """Starts, waits, tells, and watches. Ends by an exception only."""
+    logger.info(
+        "starting %s%s",
+        ", ".join(member.name for member in supervisor.members),
+        "" if _has_kernels() else "; the first start compiles kernels, which can take a minute",
+    )
     supervisor.start()
     probe = ReadyProbe(mesh.settings.http.host, timeout_s=mesh.settings.engine.startup_timeout_s)
     supervisor.wait_until(lambda: probe.is_ready(mesh.gateway_info))
@@ -219,6 +225,12 @@ def _run(mesh: LocalMesh, supervisor: Supervisor, ask: str | None) -> None:
     print_ready_block(block)
     announce_ready(mesh.gateway_info | {"processes": block.processes})
     supervisor.watch()
+
+
+def _has_kernels() -> bool:
+    """Whether compiled kernels were kept by an earlier start, as far as one can tell quickly."""
+    folder = Path(child_environment()["NUMBA_CACHE_DIR"])
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def _num_expert_workers(settings: GatewaySettings, num_experts: int) -> int:

@@ -175,10 +175,11 @@ def print_ready_block(block: ReadyBlock) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
+    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     for label, value in block.rows():
-        table.add_row(f"[bold]{label}[/bold]", value)
+        table.add_row(Text(label, style="bold"), Text(value))  # a path may look like markup
     footer = "Ctrl-C stops everything"
     Console().print(Panel(table, title="ExpertMesh is ready", subtitle=footer, expand=False))
 

@@ -225,6 +225,17 @@ def test_ready_block(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_ready_block_takes_no_markup_from_paths(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal too, brackets in the name of a folder are shown as they are."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "120")
+    print_ready_block(ReadyBlock("http://h:1", "h:2", "m", "/models/[bold]x[/]", {}, "1/1 covered"))
+
+    assert "m (/models/[bold]x[/])" in capsys.readouterr().out
+
+
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """A line at the begin and end of a stage, on standard error."""
     with make_progress() as progress:
