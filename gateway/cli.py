@@ -31,7 +31,7 @@ from expertmesh.settings import (
     ModelOptions,
     ModelSettings,
 )
-from gateway.cli_config import apply_config_file, check_whole_numbers
+from gateway.cli_config import apply_config_file, check_texts
 
 if TYPE_CHECKING:
     from gateway.client_commands import ClientOptions
@@ -61,7 +61,7 @@ ServerUrl = Annotated[str, Parameter(group=_ADDRESSES)]
 app = App(
     name="expertmesh",
     help="Serves Mixture-of-Experts language models, attention and experts in separate processes.",
-    config=(Env("EXPERTMESH_", command=False), apply_config_file, check_whole_numbers),
+    config=(Env("EXPERTMESH_", command=False), apply_config_file, check_texts),
     version_flags=("--version",),
     version=__version__,
     result_action="return_value",
@@ -176,7 +176,7 @@ def demo(variant: Literal["granular", "plain", "dense"] = "granular") -> int:
 
 @model_app.command
 def upcycle(
-    dense_dir: Path,
+    dense_dir: str,
     out_dir: Path,
     *,
     experts: int,
@@ -189,7 +189,7 @@ def upcycle(
     Parameters
     ----------
     dense_dir
-        Dense checkpoint folder.
+        Dense checkpoint folder, or demo-dense.
     out_dir
         Folder to create.
     experts
@@ -201,12 +201,14 @@ def upcycle(
     router_skew
         How uneven the gate chooses experts: exponent of a Zipf distribution; 0 is none.
     """
+    from expertmesh.model_tools.resolve import resolve_model
     from expertmesh.model_tools.upcycle import upcycle as make
+    from expertmesh.settings import data_home
     from gateway.launcher_console import make_progress
 
     with make_progress() as progress:
         make(
-            dense_dir,
+            resolve_model(dense_dir, data_home(), progress),
             out_dir,
             num_experts=experts,
             top_k=top_k,
@@ -218,17 +220,22 @@ def upcycle(
 
 
 @model_app.command(name="inspect")
-def inspect_command(model_dir: Path) -> int:
+def inspect_command(model_dir: str) -> int:
     """Describe a checkpoint: family, layers, experts, sizes.
 
     Parameters
     ----------
     model_dir
-        Checkpoint folder in Hugging Face layout.
+        Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
     """
     from expertmesh.model_tools.inspect import inspect_model
+    from expertmesh.model_tools.resolve import resolve_model
+    from expertmesh.settings import data_home
+    from gateway.launcher_console import make_progress
 
-    sys.stdout.write(inspect_model(model_dir).rstrip("\n") + "\n")
+    with make_progress() as progress:
+        folder = resolve_model(model_dir, data_home(), progress)
+    sys.stdout.write(inspect_model(folder).rstrip("\n") + "\n")
     return 0
 
 
