@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import numba
 from numba.extending import intrinsic as _numba_intrinsic
+
+logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -14,7 +17,27 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def njit(function: Function) -> Function:
     """Compile on first call; keep on disk; release the GIL; never reorder floating point."""
     compiled = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")(function)
+    _tolerate_failed_saves(compiled._cache)  # type: ignore[attr-defined]
     return cast(Function, compiled)
+
+
+class _Cache(Protocol):
+    """What is used of Numba's, which has no public name."""
+
+    save_overload: Callable[[object, object], None]
+
+
+def _tolerate_failed_saves(cache: _Cache) -> None:
+    """A full disk costs the next start its cache, and nothing now: Numba would not compile."""
+    save = cache.save_overload
+
+    def save_if_possible(signature: object, data: object) -> None:
+        try:
+            save(signature, data)
+        except OSError as error:
+            logger.warning("a compiled kernel cannot be kept for the next start: %s", error)
+
+    cache.save_overload = save_if_possible
 
 
 def intrinsic(function: Callable[..., object]) -> Callable[..., object]:
