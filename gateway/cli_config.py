@@ -68,19 +68,26 @@ def _as_text(value: object, keyword: str) -> str:
     raise SettingsError(f"{keyword} is {shown}, expected one value or a list of them")
 
 
-def check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuses 1.5 where a whole number is expected, which would be rounded.
+def check_texts(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuses bytes that are no text, which no message could carry, and 1.5 where a whole number
+    is expected, which would be rounded.
 
     Raises:
         SettingsError: Names the setting and its value.
     """
     for argument in arguments:
-        if int not in (argument.hint, *typing.get_args(argument.hint)):
-            continue
+        is_whole = int in (argument.hint, *typing.get_args(argument.hint))
         for token in argument.tokens:
-            if not _WHOLE.fullmatch(token.value):
-                name = token.keyword or argument.name
+            name = token.keyword or argument.name
+            if not token.value.isascii() and token.value != _decodable(token.value):
+                raise SettingsError(f"{name} is {token.value!r}, expected text in UTF-8")
+            if is_whole and not _WHOLE.fullmatch(token.value):
                 raise SettingsError(f"{name} is {token.value!r}, expected a whole number")
+
+
+def _decodable(text: str) -> str:
+    """The text with question marks for bytes that were not UTF-8."""
+    return text.encode(errors="replace").decode()
 
 
 def _read(path: Path) -> dict[str, object]:

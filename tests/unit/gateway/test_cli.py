@@ -136,6 +136,10 @@ def test_binding_flags(served: Served) -> None:
             for value in ("x", "", "8000.7", "1e3", "0x10", "\u0663", "8_0", "nan")
         ),
         *(
+            (["serve", *given], "\\udcff', expected text in UTF-8")
+            for given in (["m\udcff"], ["--served-model-name", "\udcff"], ["--experts", "\udcff"])
+        ),
+        *(
             (["serve", f"--host={host}"], f"host is {host!r}, expected a name or an address")
             for host in ("", " ", "[::1]")
         ),
