@@ -25,6 +25,7 @@ def test_no_folder_and_no_demo_model(
     assert run_command(["model", *arguments]) == 3
     assert capsys.readouterr().err == (
         "error: model 'demmo': not a folder\n"
-        "fix: give a folder with config.json, or one of demo, demo-granular, demo-plain, demo-dense\n"
+        "fix: give a folder with config.json, "
+        "or one of demo, demo-granular, demo-plain, demo-dense\n"
     )
     assert list(tmp_path.iterdir()) == []
