@@ -22,7 +22,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from expertmesh.errors import CheckpointError, EngineError, RequestError
-from gateway.tokenizer import Tokenizer, read_config
+from expertmesh.tokenizer_files import read_chat_template
+from gateway.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class ChatTemplate:
         Raises:
             CheckpointError: The template is not valid.
         """
-        source = _find_source(model_dir) if tokenizer is not None else None
+        source = read_chat_template(model_dir) if tokenizer is not None else None
         if source is None or tokenizer is None:
             return None
         try:
@@ -200,15 +201,3 @@ def _unused_letter(texts: Sequence[str]) -> str:
     """A private-use letter that occurs in none of the texts."""
     used = set().union(*map(set, texts))
     return next(letter for code in range(0xF0000, 0x10FFFE) if (letter := chr(code)) not in used)
-
-
-def _find_source(model_dir: Path) -> str | None:
-    """Text of the template: a file of its own, or in `tokenizer_config.json`."""
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = read_config(model_dir).get("chat_template")
-    if isinstance(template, list):  # several with names
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None

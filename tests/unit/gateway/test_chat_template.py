@@ -165,6 +165,23 @@ def test_a_broken_template_stops_the_start(tmp_path: Path) -> None:
         ChatTemplate.from_checkpoint(tmp_path, TOKENIZER)
 
 
+@pytest.mark.parametrize(
+    "template", ["5", "[1]", "[[]]", "[null]", "{}", "[]", '[{"name": "x"}]', '[{"name": []}]']
+)
+def test_a_template_of_another_form_stops_the_start(tmp_path: Path, template: str) -> None:
+    """Whatever stands in its place in the configuration is one line that names the file."""
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"chat_template": {template}}}')
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        ChatTemplate.from_checkpoint(tmp_path, TOKENIZER)
+
+
+def test_a_template_that_is_no_text_stops_the_start(tmp_path: Path) -> None:
+    """Bytes that are not UTF-8 are named."""
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="not UTF-8"):
+        ChatTemplate.from_checkpoint(tmp_path, TOKENIZER)
+
+
 def test_a_broken_tokenizer_stops_the_start(tmp_path: Path) -> None:
     """A folder without a tokenizer gives None, a broken file an error that names it."""
     assert Tokenizer.from_checkpoint(tmp_path) is None
