@@ -24,12 +24,12 @@ from tests.support.api import Generated
 from tests.support.mesh import ExpertProcess, expert_workers, serve
 from tests.support.oracle import prompts
 from tests.support.runner_driver import RunnerDriver, make_runner
-from tests.support.tiny_checkpoints import MIXTRAL
+from tests.support.tiny_checkpoints import MIXTRAL_WIDE
 
 NUM_WORKERS = 3
 NUM_TOKENS = 10
 BATCH = 16
-PROMPTS = prompts(MIXTRAL.vocab_size, [1 + 7 * index for index in range(BATCH)], seed=11)
+PROMPTS = prompts(MIXTRAL_WIDE.vocab_size, [1 + 7 * index for index in range(BATCH)], seed=11)
 """1 to 106 tokens: less than a chunk of 16, and several of them."""
 
 
@@ -64,7 +64,7 @@ class Workers:
 def workers(request: pytest.FixtureRequest, models: Models) -> Iterator[Workers]:
     """Expert workers in FP32, then in bfloat16."""
     dtype: DtypeName = request.param
-    model_dir = models.tiny(MIXTRAL)
+    model_dir = models.tiny(MIXTRAL_WIDE)
     with expert_workers(model_dir, ["all"] * NUM_WORKERS, dtype=dtype) as started:
         yield Workers(model_dir, dtype, started)
 
@@ -144,7 +144,7 @@ def _answers(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_over_http_are_equal(models: Models, dtype: str) -> None:
     """Alone or 16 at once, colocated or on two expert workers, other chunks and KV blocks."""
-    model_dir = models.tiny(MIXTRAL)
+    model_dir = models.tiny(MIXTRAL_WIDE)
     answers = {name: _answers(model_dir, dtype, mesh) for name, mesh in MESHES.items()}
     reference = answers["colocated-512"]["alone"]
     assert len({answer.token_ids for answer in reference}) == BATCH

@@ -16,6 +16,7 @@ import grpc
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
 from tests.support.api import Api
+from tests.support.kernels import compile_kernels
 from tests.support.processes import Managed, poll, port_is_free, processes_of
 
 STOP_TIMEOUT_S = 5.0
@@ -69,6 +70,7 @@ def watch_once(address: str, *, timeout_s: float = 10.0) -> pb.WatchResponse:
 
 def start_server(arguments: Sequence[str], *, name: str) -> Server:
     """Starts `expertmesh *arguments` on free ports and waits until it serves."""
+    compile_kernels()
     process = Managed([*COMMAND, *arguments, "--port", "0", "--grpc-port", "0"], name=name)
     try:
         info = process.ready()
@@ -130,6 +132,7 @@ def start_expert_workers(
     """Starts `expertmesh expert-worker` with each of these shares, all at the same time, and waits
     until they serve. The caller closes them.
     """
+    compile_kernels()
     processes = [
         Managed(
             [

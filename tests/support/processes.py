@@ -25,7 +25,7 @@ from typing import Self
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 120.0
 """Generous: the machine may be busy, and kernels may have to be compiled once."""
 
 _MARKER = "EXPERTMESH_TEST_TREE"

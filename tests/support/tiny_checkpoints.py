@@ -62,6 +62,15 @@ MIXTRAL = TinyShape(seed=3)
 MIXTRAL_FOUR = TinyShape(
     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=1, num_experts=4, seed=10
 )
+MIXTRAL_WIDE = TinyShape(
+    num_layers=2,
+    hidden_size=576,
+    num_heads=8,
+    intermediate_size=640,
+    seed=12,
+)
+"""Wide enough for exactness to mean something: MKL sums up to 384 products in order, as our kernels
+do, and splits longer sums in ways that depend on the batch."""
 MIXTRAL_TEXT = TinyShape(vocab_size=320, seed=5)
 
 
