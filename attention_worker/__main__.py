@@ -40,8 +40,7 @@ def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     from attention_worker.worker import build_worker  # torch: settings are checked before it
 
     worker = build_worker(settings)
-    if stopping.made:
-        return
+    stopping.orderly()
     worker.server.start()
     description = worker.description
     logger.info(

@@ -64,6 +64,7 @@ def _serve(settings: ExpertWorkerSettings, metrics_port: int | None, stopping: S
     from expert_worker.worker import ExpertWorker  # torch: settings are checked before it
 
     worker = ExpertWorker(settings, metrics_port)
+    stopping.orderly()
     try:
         if worker.load(stopping):
             announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})

@@ -26,6 +26,11 @@ class StopRequest:
     def __init__(self) -> None:
         self._wishes: SimpleQueue[None] = SimpleQueue()  # bounded by the signals that come
         self._made = False
+        self._orderly = False
+
+    def orderly(self) -> None:
+        """From now on there is something to end in order."""
+        self._orderly = True
 
     def listen(self) -> None:
         """Makes SIGTERM, SIGINT and the end of the parent such a wish. In the main thread."""
@@ -35,6 +40,8 @@ class StopRequest:
 
     def make(self) -> None:
         """Asks the process to end."""
+        if not self._orderly:
+            os._exit(0)
         self._made = True
         self._wishes.put(None)
 

@@ -14,11 +14,15 @@ from expertmesh.stop_request import StopRequest
 WAIT_S = 20.0
 
 
-def run(code: str) -> subprocess.Popen[str]:
+def run(code: str, *, orderly: bool = True) -> subprocess.Popen[str]:
     """A Python process that has a listening StopRequest named `stopping`."""
-    head = "from expertmesh.stop_request import StopRequest\nstopping = StopRequest()\n"
+    head = (
+        "from expertmesh.stop_request import StopRequest\n"
+        "stopping = StopRequest()\n"
+        "stopping.listen()\n" + "stopping.orderly()\n" * orderly + "print('up', flush=True)\n"
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", head + "stopping.listen()\nprint('up', flush=True)\n" + code],
+        [sys.executable, "-c", head + code],
         env=child_environment(),
         stdout=subprocess.PIPE,
         text=True,
@@ -33,6 +37,15 @@ def test_a_signal_ends_the_wait(number: signal.Signals) -> None:
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
         assert process.wait(WAIT_S) == 7
+
+
+def test_a_process_that_starts_ends_at_once() -> None:
+    """Before there is anything to end in order, nobody waits for imports and loading."""
+    with run("import time\ntime.sleep(60)", orderly=False) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        assert process.wait(2.0) == 0
 
 
 def test_an_end_that_gets_stuck_is_cut() -> None:
