@@ -6,6 +6,7 @@ an expert worker once. What must be sent is computed from the gate of the transf
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -167,7 +168,7 @@ def test_a_row_is_sent_once_to_an_expert_worker(mesh: CountedMesh) -> None:
 
 def test_metrics_count_what_was_sent(mesh: CountedMesh) -> None:
     """Calls, token rows and bytes in /metrics are those on the wire, within a second."""
-    first = _dispatched(mesh)
+    first = _settled(mesh)
     mesh.take()
     for prompt in prompts(MIXTRAL.vocab_size, (30, 8), seed=9):
         mesh.api.complete(prompt, 5)
@@ -183,6 +184,20 @@ def test_metrics_count_what_was_sent(mesh: CountedMesh) -> None:
         return calls == len(seen) and tokens == rows + pairs and at_least <= payload < 2 * at_least
 
     poll(as_counted, timeout_s=3, what=f"{len(seen)} calls, {rows}+{pairs} rows are counted")
+
+
+def _settled(mesh: CountedMesh) -> tuple[float, float, float]:
+    """The counts once those of earlier requests are in: unchanged for longer than they travel."""
+    last, since_s = _dispatched(mesh), time.monotonic()
+
+    def quiet() -> bool:
+        nonlocal last, since_s
+        if (now := _dispatched(mesh)) != last:
+            last, since_s = now, time.monotonic()
+        return time.monotonic() - since_s > 1.5
+
+    poll(quiet, timeout_s=15, what="nothing more is counted")
+    return last
 
 
 def _dispatched(mesh: CountedMesh) -> tuple[float, float, float]:
