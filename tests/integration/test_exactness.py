@@ -141,7 +141,7 @@ def _answers(
         return {"alone": alone, "together": list(pool.map(ask, PROMPTS))}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_log_probabilities_over_http_are_equal(models: Models, dtype: str) -> None:
     """Alone or 16 at once, colocated or on two expert workers, other chunks and KV blocks."""
     model_dir = models.tiny(MIXTRAL_WIDE)

@@ -117,6 +117,7 @@ def test_gateway_survives_its_attention_worker(text_model: Path) -> None:
         assert before == server.api.complete("one two", 16)
 
 
+@pytest.mark.slow
 def test_ports_can_be_used_again_at_once(text_model: Path) -> None:
     """Three starts and stops on the same fixed ports, each one serving."""
     port, grpc_port = free_port(), free_port()

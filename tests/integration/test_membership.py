@@ -255,6 +255,7 @@ def test_serve_restarts_an_expert_worker(
         assert expected == tokens_of_events(events), events[-1]
 
 
+@pytest.mark.slow
 def test_expert_worker_of_another_model_is_not_used(
     models: Models, model_dir: Path, prompt: list[int], expected: tuple[int, ...]
 ) -> None:

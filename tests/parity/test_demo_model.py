@@ -66,6 +66,7 @@ def prompt() -> torch.Tensor:
     return encoded["input_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_folder_passes_the_strict_loader(variant: Variant) -> None:
     """Every tensor is there once, in bf16, and chat ends at <|im_end|>."""
