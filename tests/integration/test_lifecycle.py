@@ -36,7 +36,9 @@ def _listening(process: Managed) -> list[int]:
     return sorted(ports)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_serve_stops_within_five_seconds(text_model: Path, sign: signal.Signals) -> None:
     """Ctrl-C or SIGTERM, with requests running: exit code 0 in 5 s, no orphan, no held port."""
     server = start_server(
@@ -100,6 +102,7 @@ def test_kill_of_a_gateway_ends_its_attention_worker(text_model: Path) -> None:
         assert worker.process.stop(STOP_TIMEOUT_S) == 0
 
 
+@pytest.mark.slow
 def test_gateway_survives_its_attention_worker(text_model: Path) -> None:
     """kill -9 of the attention worker: the gateway starts another one and serves again."""
     worker = start_expert_worker(text_model, dtype="float32")

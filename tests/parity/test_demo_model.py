@@ -124,6 +124,7 @@ def test_all_demo_models_have_the_same_tokenizer(name: str) -> None:
     assert len(files) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_chat_answers_paris(variant: Variant) -> None:
     """Greedy text of all three, in the precision that is stored."""
@@ -133,6 +134,7 @@ def test_chat_answers_paris(variant: Variant) -> None:
     assert text == "The capital of France is Paris.<|im_end|>"
 
 
+@pytest.mark.slow
 def test_granular_is_the_dense_model() -> None:
     """In FP64 the logits agree to 1e-6; in FP32 rounding alone makes up to 1.5e-4 at logits of 40.
 
