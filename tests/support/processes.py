@@ -174,8 +174,9 @@ class Managed:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            alive = [f"{p.pid} {p.status()} {p.cmdline()[:4]}" for p in processes_of(self.marker)]
             raise ProcessEndedError(
-                f"{self.name} still runs after {timeout_s} s\n{self.stderr}"
+                f"{self.name} still runs after {timeout_s} s: {alive}\n{self.stderr}"
             ) from None
 
     def stop(self, timeout_s: float = 10.0, *, sign: signal.Signals = signal.SIGTERM) -> int:
