@@ -11,6 +11,7 @@ ExpertMeshError
 │   └── UnsupportedError    a parameter or endpoint that this server does not have
 ├── OverloadedError         queues are full; try again later
 ├── ExpertUnavailableError  an expert has no usable copy
+├── DeadlineError           a request was not done by its deadline
 ├── EngineError             the engine failed while it worked on a request
 ├── WireError               a message that does not follow the protocol: carries a code
 └── PeerError               another process is unreachable, incompatible or hung
@@ -133,6 +134,10 @@ class ExpertUnavailableError(ExpertMeshError):
         more = f" and {len(self.missing) - 8} more" if len(self.missing) > 8 else ""
         self.public = f"no usable copy of {shown}{more}"
         super().__init__(f"{self.public}: {detail}" if detail else self.public)
+
+
+class DeadlineError(ExpertMeshError):
+    """A request was not done by its deadline."""
 
 
 class EngineError(ExpertMeshError):

@@ -133,6 +133,23 @@ class EngineSettings(Settings):
     """Tokens that the KV cache holds; by default what `kv_memory_fraction` allows."""
     kv_memory_fraction: float = 0.25
     """Share of the device's free memory for the KV cache, where `kv_cache_tokens` is not given."""
+    prefix_caching: bool = True
+    """KV blocks of earlier requests are used again for prompts that begin alike."""
+    long_prefill_tokens: int | None = None
+    """Most prompt tokens of one request in a step while others have work; by default half of
+    `max_num_batched_tokens`."""
+    priority_step_s: float = 10.0
+    """A request of priority p is treated as if it had arrived p times this many seconds later, so
+    that nobody waits for ever."""
+    num_speculative_tokens: int = 0
+    """Tokens that are proposed by looking for the latest ones in prompt and output, and verified in
+    one step; 0 turns it off."""
+    prompt_lookup_max: int = 4
+    """Longest run of latest tokens that is looked for."""
+    prompt_lookup_min: int = 2
+    """Shortest run of latest tokens that is looked for."""
+    request_timeout_s: float = 3600.0
+    """Seconds from the arrival of a request to its end; after them it is answered 504."""
     max_num_queued_reqs: int = 256
     """Requests that wait at a time; more are answered 503."""
     max_num_queued_tokens: int = 262_144
@@ -157,6 +174,13 @@ class EngineSettings(Settings):
         if self.kv_cache_tokens is not None:
             _check_int("kv_cache_tokens", self.kv_cache_tokens, self.kv_block_size, 2**32)
         _check_float("kv_memory_fraction", self.kv_memory_fraction, 0.001, 0.95)
+        if self.long_prefill_tokens is not None:
+            _check_int("long_prefill_tokens", self.long_prefill_tokens, 1, 2**20)
+        _check_float("priority_step_s", self.priority_step_s, 0.0, 86_400.0)
+        _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, 64)
+        _check_int("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
+        _check_int("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
+        _check_float("request_timeout_s", self.request_timeout_s, 0.01, 864_000.0)
         _check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0, 2**20)
         _check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**32)
         for name in ("experts_hold_s", "drain_grace_s"):

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -21,11 +24,39 @@ class SamplingParams:
     """0 means all."""
     seed: int = 0
     """64-bit; the door draws one at random where the client gives none."""
+    min_p: float = 0.0
+    """Tokens with less than this share of the largest probability are not chosen; 0 means off."""
+    repetition_penalty: float = 1.0
+    """Of tokens in prompt or output; 1 means off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of generated tokens."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of generated tokens, times their number."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that do not occur in the output."""
+    min_tokens: int = 0
+    """No stop token, and no stop string, before this many tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output; they are not part of it."""
+    """Strings that end the output."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, besides those of the model."""
+    include_stop_str_in_output: bool = False
+    """The stop string, or the text of the stop token, is part of the output."""
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """Special tokens are not part of the text."""
     num_logprobs: int | None = None
     """None: no log probabilities; 0: of the sampled token only."""
+    num_prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    return_routed_experts: bool = False
+    """The experts of each token are returned."""
+    grammar: str = ""
+    """What the output must match, as llguidance writes grammars; empty: anything."""
 
 
 class FinishReason(StrEnum):
@@ -56,10 +87,17 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per token id, if asked for."""
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
-    """The stop string that ended the output, if one did."""
+    stop_reason: str | int | None = None
+    """The stop string, or the stop token of the request, that ended the output, if one did."""
     error: Exception | None = None
     """Set with FinishReason.ERROR."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; the same in every output."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One per prompt token, None for the first; with the first output, if asked for."""
+    routed_experts: npt.NDArray[np.uint16] | None = None
+    """[num tokens - 1, MoE layers, top-k] of prompt and output; with the last output, if asked
+    for."""
 
 
 Sink = Callable[[RequestOutput], None]
@@ -76,6 +114,12 @@ class GenerationRequest:
     sink: Sink
     arrival_s: float
     """time.monotonic() at the door."""
+    priority: int = 0
+    """Lower goes first: each level counts as much as some seconds of arrival."""
+    deadline_s: float | None = None
+    """On the monotonic clock; the request ends with a DeadlineError then."""
+    cache_salt: str = ""
+    """Prefixes are shared only between requests with the same salt."""
 
 
 @dataclass(frozen=True)

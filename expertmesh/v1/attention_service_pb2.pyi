@@ -40,31 +40,71 @@ class DescribeResponse(_message.Message):
     colocated: bool
     def __init__(self, incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[_expert_service_pb2.ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., num_request_slots: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., colocated: _Optional[bool] = ...) -> None: ...
 
+class LogitBias(_message.Message):
+    __slots__ = ("token_id", "bias")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    bias: float
+    def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
+
+class TokenSequence(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class SamplingSpec(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "num_logprobs")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "num_logprobs", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids", "grammar", "num_prompt_logprobs", "return_routed_experts")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
     seed: int
     num_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bad_words: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    min_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    grammar: str
+    num_prompt_logprobs: int
+    return_routed_experts: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., num_prompt_logprobs: _Optional[int] = ..., return_routed_experts: _Optional[bool] = ...) -> None: ...
 
 class NewRequest(_message.Message):
-    __slots__ = ("slot", "token_ids", "num_prompt_tokens", "sampling")
+    __slots__ = ("slot", "token_ids", "num_prompt_tokens", "sampling", "num_cached")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
     slot: int
     token_ids: bytes
     num_prompt_tokens: int
     sampling: SamplingSpec
-    def __init__(self, slot: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingSpec, _Mapping]] = ...) -> None: ...
+    num_cached: int
+    def __init__(self, slot: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingSpec, _Mapping]] = ..., num_cached: _Optional[int] = ...) -> None: ...
 
 class ScheduledRequest(_message.Message):
     __slots__ = ("slot", "start", "num_tokens", "new_block_ids", "sample")
@@ -81,18 +121,20 @@ class ScheduledRequest(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., new_block_ids: _Optional[_Iterable[int]] = ..., sample: _Optional[bool] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "freed_slots", "new_requests", "scheduled", "time_limit_ms")
+    __slots__ = ("step", "freed_slots", "new_requests", "scheduled", "time_limit_ms", "after_step")
     STEP_FIELD_NUMBER: _ClassVar[int]
     FREED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NEW_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULED_FIELD_NUMBER: _ClassVar[int]
     TIME_LIMIT_MS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     step: int
     freed_slots: _containers.RepeatedScalarFieldContainer[int]
     new_requests: _containers.RepeatedCompositeFieldContainer[NewRequest]
     scheduled: _containers.RepeatedCompositeFieldContainer[ScheduledRequest]
     time_limit_ms: int
-    def __init__(self, step: _Optional[int] = ..., freed_slots: _Optional[_Iterable[int]] = ..., new_requests: _Optional[_Iterable[_Union[NewRequest, _Mapping]]] = ..., scheduled: _Optional[_Iterable[_Union[ScheduledRequest, _Mapping]]] = ..., time_limit_ms: _Optional[int] = ...) -> None: ...
+    after_step: int
+    def __init__(self, step: _Optional[int] = ..., freed_slots: _Optional[_Iterable[int]] = ..., new_requests: _Optional[_Iterable[_Union[NewRequest, _Mapping]]] = ..., scheduled: _Optional[_Iterable[_Union[ScheduledRequest, _Mapping]]] = ..., time_limit_ms: _Optional[int] = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -101,6 +143,48 @@ class TokenLogprob(_message.Message):
     token_id: int
     logprob: float
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("slot", "start", "num_tokens", "num_top", "logprobs", "top_ids", "top_logprobs")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    start: int
+    num_tokens: int
+    num_top: int
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_top: _Optional[int] = ..., logprobs: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
+
+class RoutedExperts(_message.Message):
+    __slots__ = ("slot", "start", "num_tokens", "num_layers", "top_k", "expert_ids")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_IDS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    start: int
+    num_tokens: int
+    num_layers: int
+    top_k: int
+    expert_ids: bytes
+    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., expert_ids: _Optional[bytes] = ...) -> None: ...
+
+class SlotDrafts(_message.Message):
+    __slots__ = ("slot", "num_drafts")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    num_drafts: int
+    def __init__(self, slot: _Optional[int] = ..., num_drafts: _Optional[int] = ...) -> None: ...
 
 class SampledToken(_message.Message):
     __slots__ = ("slot", "token_id", "logprob", "top_logprobs")
@@ -127,17 +211,19 @@ class RunResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots")
+    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted")
     class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATUS_UNSPECIFIED: _ClassVar[StepResponse.Status]
         STATUS_DONE: _ClassVar[StepResponse.Status]
         STATUS_PAUSED: _ClassVar[StepResponse.Status]
         STATUS_FAILED: _ClassVar[StepResponse.Status]
+        STATUS_SKIPPED: _ClassVar[StepResponse.Status]
     STATUS_UNSPECIFIED: StepResponse.Status
     STATUS_DONE: StepResponse.Status
     STATUS_PAUSED: StepResponse.Status
     STATUS_FAILED: StepResponse.Status
+    STATUS_SKIPPED: StepResponse.Status
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +232,11 @@ class StepResponse(_message.Message):
     DURATION_US_FIELD_NUMBER: _ClassVar[int]
     EXPERT_WAIT_US_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     step: int
     status: StepResponse.Status
     sampled: _containers.RepeatedCompositeFieldContainer[SampledToken]
@@ -154,7 +245,12 @@ class StepResponse(_message.Message):
     duration_us: int
     expert_wait_us: int
     nonfinite_slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    routed_experts: _containers.RepeatedCompositeFieldContainer[RoutedExperts]
+    drafts: _containers.RepeatedCompositeFieldContainer[SlotDrafts]
+    num_drafts_verified: int
+    num_drafts_accepted: int
+    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ...) -> None: ...
 
 class ExpertMapWorker(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation", "layers", "row_credits")
