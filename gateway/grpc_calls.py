@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import TypedDict, assert_never
 
 from expertmesh.errors import RequestError
 from expertmesh.v1 import generation_service_pb2 as pb
@@ -126,7 +126,7 @@ class GenerateCall:
             request_id=self.request_id,
             text=output.text,
             tokens=tokens,
-            stop_reason=output.stop_reason or "",
+            **_stop_reason(output.stop_reason),
         )
         if output.finish_reason is not None:
             response.finish_reason = _FINISH_REASONS[output.finish_reason]
@@ -156,6 +156,18 @@ class GenerateCall:
     def _spell(self, token_id: int) -> str:
         tokenizer = self._model.tokenizer
         return "" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+class _StopReason(TypedDict, total=False):
+    stop_reason: str
+    stop_token_id: int
+
+
+def _stop_reason(reason: str | int | None) -> _StopReason:
+    """A stop string and a stop token have fields of their own."""
+    if reason is None:
+        return {}
+    return {"stop_reason": reason} if isinstance(reason, str) else {"stop_token_id": reason}
 
 
 def expert_snapshot(mesh: MeshStatus) -> pb.WatchExpertsResponse:

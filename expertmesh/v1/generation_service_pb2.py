@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&expertmesh/v1/generation_service.proto\x12\rexpertmesh.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"<\n\x0c\x43onversation\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.expertmesh.v1.ChatMessage\"\x93\x01\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"[\n\x0fStoppingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\x42\r\n\x0b_max_tokens\"W\n\x0fResponseOptions\x12\x18\n\x10return_token_ids\x18\x01 \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"\xcf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x33\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x17.expertmesh.v1.TokenIdsH\x00\x12\x33\n\x0c\x63onversation\x18\x05 \x01(\x0b\x32\x1b.expertmesh.v1.ConversationH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.expertmesh.v1.SamplingOptions\x12\x30\n\x08stopping\x18\x07 \x01(\x0b\x32\x1e.expertmesh.v1.StoppingOptions\x12\x30\n\x08response\x18\x08 \x01(\x0b\x32\x1e.expertmesh.v1.ResponseOptionsB\x07\n\x05input\"B\n\x0eTokenCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\x88\x01\n\x0eGeneratedToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x33\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x1d.expertmesh.v1.TokenCandidateB\n\n\x08_logprob\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xd1\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12-\n\x06tokens\x18\x03 \x03(\x0b\x32\x1d.expertmesh.v1.GeneratedToken\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.expertmesh.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12#\n\x05usage\x18\x06 \x01(\x0b\x32\x14.expertmesh.v1.Usage\"W\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xd6\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x16\n\x0enum_moe_layers\x18\x06 \x01(\r\x12\x13\n\x0bnum_experts\x18\x07 \x01(\r\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x15\n\rhas_tokenizer\x18\n \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xa8\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x19\n\x11protocol_revision\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x05 \x01(\r\x12\x18\n\x10\x65xpert_map_epoch\x18\x06 \x01(\x04\"\x15\n\x13WatchExpertsRequest\"k\n\x10\x45xpertWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x13\n\x0bnum_experts\x18\x05 \x01(\r\"2\n\x10UncoveredExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x03(\r\"\x8b\x01\n\x14WatchExpertsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x30\n\x07workers\x18\x02 \x03(\x0b\x32\x1f.expertmesh.v1.ExpertWorkerInfo\x12\x32\n\tuncovered\x18\x03 \x03(\x0b\x32\x1f.expertmesh.v1.UncoveredExperts*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xd6\x04\n\x11GenerationService\x12M\n\x08Generate\x12\x1e.expertmesh.v1.GenerateRequest\x1a\x1f.expertmesh.v1.GenerateResponse0\x01\x12K\n\x08Tokenize\x12\x1e.expertmesh.v1.TokenizeRequest\x1a\x1f.expertmesh.v1.TokenizeResponse\x12Q\n\nDetokenize\x12 .expertmesh.v1.DetokenizeRequest\x1a!.expertmesh.v1.DetokenizeResponse\x12\x42\n\x05\x41\x62ort\x12\x1b.expertmesh.v1.AbortRequest\x1a\x1c.expertmesh.v1.AbortResponse\x12W\n\x0cGetModelInfo\x12\".expertmesh.v1.GetModelInfoRequest\x1a#.expertmesh.v1.GetModelInfoResponse\x12Z\n\rGetServerInfo\x12#.expertmesh.v1.GetServerInfoRequest\x1a$.expertmesh.v1.GetServerInfoResponse\x12Y\n\x0cWatchExperts\x12\".expertmesh.v1.WatchExpertsRequest\x1a#.expertmesh.v1.WatchExpertsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&expertmesh/v1/generation_service.proto\x12\rexpertmesh.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"<\n\x0c\x43onversation\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.expertmesh.v1.ChatMessage\"\x93\x01\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"[\n\x0fStoppingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\x42\r\n\x0b_max_tokens\"W\n\x0fResponseOptions\x12\x18\n\x10return_token_ids\x18\x01 \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"\xcf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x33\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x17.expertmesh.v1.TokenIdsH\x00\x12\x33\n\x0c\x63onversation\x18\x05 \x01(\x0b\x32\x1b.expertmesh.v1.ConversationH\x00\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.expertmesh.v1.SamplingOptions\x12\x30\n\x08stopping\x18\x07 \x01(\x0b\x32\x1e.expertmesh.v1.StoppingOptions\x12\x30\n\x08response\x18\x08 \x01(\x0b\x32\x1e.expertmesh.v1.ResponseOptionsB\x07\n\x05input\"B\n\x0eTokenCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\x88\x01\n\x0eGeneratedToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x33\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x1d.expertmesh.v1.TokenCandidateB\n\n\x08_logprob\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xff\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12-\n\x06tokens\x18\x03 \x03(\x0b\x32\x1d.expertmesh.v1.GeneratedToken\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.expertmesh.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12#\n\x05usage\x18\x06 \x01(\x0b\x32\x14.expertmesh.v1.Usage\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"W\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xd6\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x16\n\x0enum_moe_layers\x18\x06 \x01(\r\x12\x13\n\x0bnum_experts\x18\x07 \x01(\r\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x15\n\rhas_tokenizer\x18\n \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xa8\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x19\n\x11protocol_revision\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x05 \x01(\r\x12\x18\n\x10\x65xpert_map_epoch\x18\x06 \x01(\x04\"\x15\n\x13WatchExpertsRequest\"k\n\x10\x45xpertWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x13\n\x0bnum_experts\x18\x05 \x01(\r\"2\n\x10UncoveredExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x03(\r\"\x8b\x01\n\x14WatchExpertsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x30\n\x07workers\x18\x02 \x03(\x0b\x32\x1f.expertmesh.v1.ExpertWorkerInfo\x12\x32\n\tuncovered\x18\x03 \x03(\x0b\x32\x1f.expertmesh.v1.UncoveredExperts*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xd6\x04\n\x11GenerationService\x12M\n\x08Generate\x12\x1e.expertmesh.v1.GenerateRequest\x1a\x1f.expertmesh.v1.GenerateResponse0\x01\x12K\n\x08Tokenize\x12\x1e.expertmesh.v1.TokenizeRequest\x1a\x1f.expertmesh.v1.TokenizeResponse\x12Q\n\nDetokenize\x12 .expertmesh.v1.DetokenizeRequest\x1a!.expertmesh.v1.DetokenizeResponse\x12\x42\n\x05\x41\x62ort\x12\x1b.expertmesh.v1.AbortRequest\x1a\x1c.expertmesh.v1.AbortResponse\x12W\n\x0cGetModelInfo\x12\".expertmesh.v1.GetModelInfoRequest\x1a#.expertmesh.v1.GetModelInfoResponse\x12Z\n\rGetServerInfo\x12#.expertmesh.v1.GetServerInfoRequest\x1a$.expertmesh.v1.GetServerInfoResponse\x12Y\n\x0cWatchExperts\x12\".expertmesh.v1.WatchExpertsRequest\x1a#.expertmesh.v1.WatchExpertsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'expertmesh.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2394
-  _globals['_FINISHREASON']._serialized_end=2514
+  _globals['_FINISHREASON']._serialized_start=2440
+  _globals['_FINISHREASON']._serialized_end=2560
   _globals['_TOKENIDS']._serialized_start=57
   _globals['_TOKENIDS']._serialized_end=80
   _globals['_CHATMESSAGE']._serialized_start=82
@@ -54,35 +54,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE']._serialized_start=1067
   _globals['_USAGE']._serialized_end=1124
   _globals['_GENERATERESPONSE']._serialized_start=1127
-  _globals['_GENERATERESPONSE']._serialized_end=1336
-  _globals['_TOKENIZEREQUEST']._serialized_start=1338
-  _globals['_TOKENIZEREQUEST']._serialized_end=1425
-  _globals['_TOKENIZERESPONSE']._serialized_start=1427
-  _globals['_TOKENIZERESPONSE']._serialized_end=1487
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1489
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1527
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1529
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1563
-  _globals['_ABORTREQUEST']._serialized_start=1565
-  _globals['_ABORTREQUEST']._serialized_end=1599
-  _globals['_ABORTRESPONSE']._serialized_start=1601
-  _globals['_ABORTRESPONSE']._serialized_end=1631
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1633
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1654
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1657
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1871
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1873
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1895
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1898
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2066
-  _globals['_WATCHEXPERTSREQUEST']._serialized_start=2068
-  _globals['_WATCHEXPERTSREQUEST']._serialized_end=2089
-  _globals['_EXPERTWORKERINFO']._serialized_start=2091
-  _globals['_EXPERTWORKERINFO']._serialized_end=2198
-  _globals['_UNCOVEREDEXPERTS']._serialized_start=2200
-  _globals['_UNCOVEREDEXPERTS']._serialized_end=2250
-  _globals['_WATCHEXPERTSRESPONSE']._serialized_start=2253
-  _globals['_WATCHEXPERTSRESPONSE']._serialized_end=2392
-  _globals['_GENERATIONSERVICE']._serialized_start=2517
-  _globals['_GENERATIONSERVICE']._serialized_end=3115
+  _globals['_GENERATERESPONSE']._serialized_end=1382
+  _globals['_TOKENIZEREQUEST']._serialized_start=1384
+  _globals['_TOKENIZEREQUEST']._serialized_end=1471
+  _globals['_TOKENIZERESPONSE']._serialized_start=1473
+  _globals['_TOKENIZERESPONSE']._serialized_end=1533
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1535
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1573
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1575
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1609
+  _globals['_ABORTREQUEST']._serialized_start=1611
+  _globals['_ABORTREQUEST']._serialized_end=1645
+  _globals['_ABORTRESPONSE']._serialized_start=1647
+  _globals['_ABORTRESPONSE']._serialized_end=1677
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1679
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1700
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1703
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1917
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1919
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1941
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1944
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2112
+  _globals['_WATCHEXPERTSREQUEST']._serialized_start=2114
+  _globals['_WATCHEXPERTSREQUEST']._serialized_end=2135
+  _globals['_EXPERTWORKERINFO']._serialized_start=2137
+  _globals['_EXPERTWORKERINFO']._serialized_end=2244
+  _globals['_UNCOVEREDEXPERTS']._serialized_start=2246
+  _globals['_UNCOVEREDEXPERTS']._serialized_end=2296
+  _globals['_WATCHEXPERTSRESPONSE']._serialized_start=2299
+  _globals['_WATCHEXPERTSRESPONSE']._serialized_end=2438
+  _globals['_GENERATIONSERVICE']._serialized_start=2563
+  _globals['_GENERATIONSERVICE']._serialized_end=3161
 # @@protoc_insertion_point(module_scope)
