@@ -58,6 +58,11 @@ class Tokenizer:
             raise CheckpointError(f"weights: {path}: {error}") from error
 
     @property
+    def definition(self) -> str:
+        """Content of `tokenizer.json`, as other libraries want it."""
+        return self._inner.to_str()
+
+    @property
     def vocab_size(self) -> int:
         """Tokens, added ones included."""
         return self._inner.get_vocab_size(with_added_tokens=True)

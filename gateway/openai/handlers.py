@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import orjson
 from aiohttp import web
@@ -24,6 +25,8 @@ from gateway.service import (
     merge,
     new_id,
 )
+from gateway.structured.constraint import parse_constraint
+from gateway.structured.grammar import compile_constraint
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Id of the HTTP request: for the log and the X-Request-Id header."""
@@ -56,7 +59,8 @@ class OpenAiHandlers:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        body = parse_chat(await read_json(request, self._frontend), self._model)
+        fields = await read_json(request, self._frontend)
+        body = parse_chat(fields, self._model)
         check_options(body, self._model.bounds)
         prompt = await encode_chat(self._frontend, body.messages)
         replaced = body.max_completion_tokens is not None
@@ -68,22 +72,30 @@ class OpenAiHandlers:
         )
         options = answer_options(body, (body.top_logprobs or 0) if body.logprobs else None)
         answer = ChatAnswer(new_id("chatcmpl-"), self._model, [prompt], options)
-        return await self._generate(request, body, answer, limit)
+        grammar = await compile_constraint(self._frontend, parse_constraint(fields))
+        return await self._generate(request, body, answer, limit, grammar)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
-        body = parse_completion(await read_json(request, self._frontend), self._model)
+        fields = await read_json(request, self._frontend)
+        body = parse_completion(fields, self._model)
         check_options(body, self._model.bounds)
         prompts = await encode_prompts(self._frontend, body.prompt)
         limit = OutputLimit(body.max_tokens, _DEFAULT_COMPLETION_TOKENS, "max_tokens", "prompt")
         options = answer_options(body, body.logprobs)
         answer = CompletionAnswer(new_id("cmpl-"), self._model, prompts, options)
-        return await self._generate(request, body, answer, limit)
+        grammar = await compile_constraint(self._frontend, parse_constraint(fields))
+        return await self._generate(request, body, answer, limit, grammar)
 
     async def _generate(
-        self, request: web.Request, body: CommonRequest, answer: Answer, limit: OutputLimit
+        self,
+        request: web.Request,
+        body: CommonRequest,
+        answer: Answer,
+        limit: OutputLimit,
+        grammar: str,
     ) -> web.StreamResponse:
-        prompts = _engine_prompts(body, answer, limit)
+        prompts = _engine_prompts(body, answer, limit, grammar)
         with self._frontend.open(prompts) as stream:
             if body.stream:
                 return await self._stream(request, answer, stream)
@@ -112,17 +124,22 @@ class OpenAiHandlers:
         return events.response
 
 
-def _engine_prompts(body: CommonRequest, answer: Answer, limit: OutputLimit) -> list[Prompt]:
+def _engine_prompts(
+    body: CommonRequest, answer: Answer, limit: OutputLimit, grammar: str
+) -> list[Prompt]:
     """The prompts of a call for the engine; all are checked before any is submitted."""
     max_model_len = answer.model.max_model_len
     return [
         Prompt(
             request_id=f"{answer.answer_id}-{index}",
             token_ids=token_ids,
-            params=sampling_params(
-                body,
-                max_tokens=limit.resolve(len(token_ids), max_model_len),
-                num_logprobs=answer.options.num_logprobs,
+            params=replace(
+                sampling_params(
+                    body,
+                    max_tokens=limit.resolve(len(token_ids), max_model_len),
+                    num_logprobs=answer.options.num_logprobs,
+                ),
+                grammar=grammar,
             ),
         )
         for index, token_ids in enumerate(answer.prompts)

@@ -132,7 +132,6 @@ def unsupported() -> Iterator[BadRequest]:
         "n": 2,
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "required",
-        "response_format": {"type": "json_object"},
         "logit_bias": {"1": 5},
         "chat_template": "{{ 1 }}",
     }.items():

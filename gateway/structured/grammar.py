@@ -1,0 +1,128 @@
+"""Constraints to grammars as llguidance writes them, checked so far as that needs no vocabulary.
+
+The library is loaded with the first constraint. It releases the interpreter lock while it checks,
+and gives up by itself on what is too large; the time limit here is for what its authors did not
+think of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+
+from expertmesh.errors import RequestError
+from gateway.service import GenerationFrontend
+from gateway.structured.constraint import Constraint, Kind
+
+_TIMEOUT_S = 10.0
+"""Far longer than the most complex grammar that is accepted takes."""
+_MAX_REASON_LEN = 300
+_WHITESPACE = r"( |\n[ \t]{0,32})?"
+"""Between the parts of JSON: enough for every usual layout, and an end for a model that would
+write spaces for ever."""
+
+
+async def compile_constraint(frontend: GenerationFrontend, constraint: Constraint | None) -> str:
+    """The grammar of a request; empty without a constraint.
+
+    Args:
+        frontend: Has the model, and threads for long work.
+        constraint: What the output must match.
+
+    Raises:
+        RequestError: It cannot be used, or the model has no tokenizer.
+    """
+    if constraint is None:
+        return ""
+    if frontend.model.tokenizer is None:
+        raise RequestError(
+            f"this model has no tokenizer, so {constraint.param} cannot be obeyed",
+            param=constraint.param,
+            code="unsupported_by_model",
+        )
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await frontend.run_in_thread(make_grammar, constraint)
+    except TimeoutError:
+        message = f"{constraint.param} is too complex: it was not ready within {_TIMEOUT_S:g} s"
+        raise _refused(constraint, message) from None
+
+
+def make_grammar(constraint: Constraint) -> str:
+    """The grammar as a string that the attention worker understands; blocks.
+
+    Raises:
+        RequestError: It cannot be used; says why.
+    """
+    from llguidance import LLMatcher  # not at the start of the command line
+
+    try:
+        grammar = _WRITERS[constraint.kind](constraint)
+    except Exception as error:  # the GBNF converter raises bare exceptions for what users wrote
+        message = f"{constraint.param} cannot be read: {_readable(str(error))}"
+        raise _refused(constraint, message) from error
+    reason = LLMatcher.validate_grammar(grammar)
+    if reason:
+        raise _refused(constraint, f"{constraint.param} cannot be used: {_readable(reason)}")
+    return grammar
+
+
+def _of_schema(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(
+        constraint.source, overrides={"whitespace_pattern": _WHITESPACE, "lenient": False}
+    )
+
+
+def _of_regex(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(constraint.source)
+
+
+def _of_lark(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(constraint.source)
+
+
+def _of_choices(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    choices = json.loads(constraint.source)
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, choices)))
+
+
+def _of_grammar(constraint: Constraint) -> str:
+    """Lark as it is; GBNF and EBNF, known by their `::=`, are converted."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return LLMatcher.grammar_from_lark(any_to_lark(constraint.source))
+
+
+_WRITERS: dict[Kind, Callable[[Constraint], str]] = {
+    Kind.JSON_SCHEMA: _of_schema,
+    Kind.REGEX: _of_regex,
+    Kind.CHOICE: _of_choices,
+    Kind.GRAMMAR: _of_grammar,
+    Kind.LARK: _of_lark,
+}
+
+
+def literal(text: str) -> str:
+    """A text as a string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _refused(constraint: Constraint, message: str) -> RequestError:
+    return RequestError(message, param=constraint.param, code="invalid_grammar")
+
+
+def _readable(reason: str) -> str:
+    """What the library says, on one line and without an excerpt of the grammar."""
+    words = re.sub(r"\s+", " ", reason.partition("\n   1 |")[0]).strip()
+    return words if len(words) <= _MAX_REASON_LEN else f"{words[:_MAX_REASON_LEN]}..."
