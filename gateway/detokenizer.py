@@ -29,16 +29,29 @@ class Detokenizer:
 
     Args:
         tokenizer: None for a checkpoint without one: the text stays empty.
-        stop: Strings that end the output; they are not part of it.
+        stop: Strings that end the output.
+        include_stop: The stop string is part of the text.
+        skip_special_tokens: Special tokens are not part of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = ()) -> None:
-        self._decoder = _make_decoder(tokenizer)
-        self._stop = StopStrings(stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: tuple[str, ...] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = _make_decoder(tokenizer, skip_special_tokens)
+        self._stop = StopStrings(stop, include=include_stop)
 
     def push(self, token_id: int) -> TextUpdate:
         """Adds a token. After a stop string everything is ignored."""
         return self._stop.push(self._decoder.push(token_id))
+
+    def push_unchecked(self, token_id: int) -> TextUpdate:
+        """Adds a token whose text cannot be a part of a stop string."""
+        return TextUpdate(self._decoder.push(token_id))
 
     def flush(self) -> str:
         """The rest of the text, at the end of the output; incomplete characters become U+FFFD."""
@@ -51,9 +64,14 @@ class StopStrings:
 
     Text that may turn out to be the beginning of a stop string is held back. If several stop
     strings are complete at the same character, the longest counts.
+
+    Args:
+        stop: The stop strings.
+        include: The text ends behind the stop string, not before it.
     """
 
-    def __init__(self, stop: Iterable[str]) -> None:
+    def __init__(self, stop: Iterable[str], *, include: bool = False) -> None:
+        self._include = include
         self._matchers = [_Matcher(text) for text in stop]
         self._held = ""
         self._ended = False
@@ -75,7 +93,7 @@ class StopStrings:
     def _end(self, text: str, stop: str) -> TextUpdate:
         self._ended = True
         self._held = ""
-        return TextUpdate(text[: len(text) - len(stop)], stop)
+        return TextUpdate(text if self._include else text[: len(text) - len(stop)], stop)
 
     def flush(self) -> str:
         """What was held back; the output has ended."""
@@ -138,12 +156,13 @@ class _NoText:
 class _ByteDecoder:
     """Byte-level vocabularies: the text is the bytes of the tokens, in constant time per token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.is_special(token_id):
+        if self._skip and self._tokenizer.is_special(token_id):
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
@@ -162,20 +181,21 @@ class _WindowDecoder:
     makes the whole run invalid.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._window: list[int] = []
         self._num_returned = 0
         self._returned = ""
         """Text of window[:_num_returned]."""
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.is_special(token_id):
+        if self._skip and self._tokenizer.is_special(token_id):
             return ""
         self._window.append(token_id)
         if self._tokenizer.is_byte_token(token_id):
             return ""
-        text = self._tokenizer.decode(self._window)
+        text = self._tokenizer.decode(self._window, self._skip)
         if text.endswith(_UNKNOWN) or len(text) <= len(self._returned):
             return ""
         return self._advance(text)
@@ -185,16 +205,17 @@ class _WindowDecoder:
         new_text = text[len(self._returned) :]
         self._window = self._window[self._num_returned :]
         self._num_returned = len(self._window)
-        self._returned = self._tokenizer.decode(self._window)
+        self._returned = self._tokenizer.decode(self._window, self._skip)
         return new_text
 
     def flush(self) -> str:
-        new_text = self._tokenizer.decode(self._window)[len(self._returned) :]
+        new_text = self._tokenizer.decode(self._window, self._skip)[len(self._returned) :]
         self._window, self._num_returned, self._returned = [], 0, ""
         return new_text
 
 
-def _make_decoder(tokenizer: Tokenizer | None) -> _Decoder:
+def _make_decoder(tokenizer: Tokenizer | None, skip_special_tokens: bool) -> _Decoder:
     if tokenizer is None:
         return _NoText()
-    return _ByteDecoder(tokenizer) if tokenizer.is_byte_level else _WindowDecoder(tokenizer)
+    kind = _ByteDecoder if tokenizer.is_byte_level else _WindowDecoder
+    return kind(tokenizer, skip_special_tokens)

@@ -5,31 +5,39 @@ null and an absent field mean the default. Ranges are checked here and trusted i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from expertmesh.errors import ContextLengthError, RequestError
 from gateway.sequence import SamplingParams
+from gateway.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 1024
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LEN)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below are greedy: dividing logits by them would overflow."""
 _MIN_TOP_P = 1e-6
 """Smaller values select one token as well, and would be 0 in FP32, which stands for 1."""
 
+T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
@@ -39,12 +47,41 @@ class GenerationOptions(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     """0 means greedy; default 1."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Only the most likely tokens with this probability together; default 1."""
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """0 and -1 mean all tokens; at most the size of the vocabulary."""
+    """Only so many of the most likely tokens; 0 and -1 mean all; at most the vocabulary."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Only tokens with this share of the largest probability; default 0."""
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    """Logits of tokens in prompt or output are divided by it if positive, else multiplied."""
+    presence_penalty: Penalty | None = None
+    """Subtracted from the logits of generated tokens."""
+    frequency_penalty: Penalty | None = None
+    """Subtracted from the logits of generated tokens, times their number."""
+    logit_bias: Annotated[dict[str, Any], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
+    """Token id to what is added to its logit, -100 to 100."""
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    """Only these tokens may be generated."""
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    """Words that do not occur in the output, neither first nor after a space."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Same seed, same tokens."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Most tokens to generate."""
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Nothing ends the output before so many tokens; at most `max_tokens`."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    """Strings that end the output."""
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    """Tokens that end the output, besides those of the model."""
+    include_stop_str_in_output: bool | None = None
+    """What ended the output is part of it."""
     ignore_eos: bool | None = None
+    """Go on past the model's end tokens."""
+    skip_special_tokens: bool | None = None
+    """Special tokens are not part of the text; default true."""
+    spaces_between_special_tokens: bool | None = None
+    """Accepted without effect: vocabularies of this kind are spelled without such spaces."""
 
     def stop_strings(self) -> tuple[str, ...]:
         """Stop strings without repetitions."""
@@ -59,7 +96,12 @@ class ModelBounds:
 
     vocab_size: int
     max_model_len: int
-    has_tokenizer: bool
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """False: prompts and answers are token ids."""
+        return self.tokenizer is not None
 
 
 @dataclass(frozen=True)
@@ -103,44 +145,67 @@ class OutputLimit:
         return self.requested
 
 
-def check_options(options: GenerationOptions, bounds: ModelBounds, prefix: str = "") -> None:
-    """Checks what depends on the model.
+def sampling_params(
+    options: GenerationOptions,
+    *,
+    max_tokens: int,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None = None,
+    return_routed_experts: bool = False,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
+) -> SamplingParams:
+    """Parameters for the engine, with every default filled in.
 
     Args:
-        options: The options.
-        bounds: What the model allows.
-        prefix: Put before names of parameters, e.g. "sampling.".
-
-    Raises:
-        RequestError: A value is out of the model's range.
+        options: Checked options.
+        max_tokens: Most tokens to generate after this prompt.
+        num_logprobs: As in SamplingParams, as the others.
+        num_prompt_logprobs: For the tokens of the prompt.
+        return_routed_experts: Return the experts of each token.
+        bad_words: Token ids of the options' bad words, see `bad_word_ids`.
+        grammar: What the output must match.
     """
-    if options.top_k is not None and options.top_k > bounds.vocab_size:
-        raise RequestError(
-            f"top_k is {options.top_k}; expected at most {bounds.vocab_size}, the vocabulary",
-            param=f"{prefix}top_k",
-        )
-    if options.stop and not bounds.has_tokenizer:
-        raise RequestError(
-            "this model has no tokenizer, so stop strings cannot be found", param=f"{prefix}stop"
-        )
-
-
-def sampling_params(
-    options: GenerationOptions, *, max_tokens: int, num_logprobs: int | None
-) -> SamplingParams:
-    """Parameters for the engine, with every default filled in."""
     seed = secrets.randbits(64) if options.seed is None else options.seed & (2**64 - 1)
-    temperature = 1.0 if options.temperature is None else options.temperature
+    temperature = _or(options.temperature, 1.0)
+    biases = {int(token_id): float(bias) for token_id, bias in (options.logit_bias or {}).items()}
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_p=1.0 if options.top_p is None else max(options.top_p, _MIN_TOP_P),
+        top_p=max(_or(options.top_p, 1.0), _MIN_TOP_P),
         top_k=max(options.top_k or 0, 0),
         seed=seed,
+        min_p=options.min_p or 0.0,
+        repetition_penalty=_or(options.repetition_penalty, 1.0),
+        presence_penalty=options.presence_penalty or 0.0,
+        frequency_penalty=options.frequency_penalty or 0.0,
+        logit_bias=tuple(sorted(biases.items())),
+        allowed_token_ids=tuple(sorted(set(options.allowed_token_ids or ()))),
+        bad_words=bad_words,
+        min_tokens=options.min_tokens or 0,
         stop=options.stop_strings(),
+        stop_token_ids=tuple(sorted(set(options.stop_token_ids or ()))),
+        include_stop_str_in_output=bool(options.include_stop_str_in_output),
         ignore_eos=bool(options.ignore_eos),
+        skip_special_tokens=_or(options.skip_special_tokens, True),
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        return_routed_experts=return_routed_experts,
+        grammar=grammar,
     )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def choice_params(params: SamplingParams, choice: int) -> SamplingParams:
+    """Parameters of one of several choices of a prompt: the first has the seed of a single one."""
+    if choice == 0:
+        return params
+    data = params.seed.to_bytes(8, "little") + choice.to_bytes(4, "little")
+    digest = hashlib.blake2b(data, digest_size=8, person=b"choice").digest()
+    return replace(params, seed=int.from_bytes(digest, "little"))
 
 
 def check_token_ids(token_ids: Sequence[object], vocab_size: int, param: str) -> tuple[int, ...]:
@@ -177,7 +242,8 @@ def convert(fields: Mapping[str, object], struct: type[StructT]) -> StructT:
 
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?")
-_ENTRY_OF_STOP = re.compile(r"^(stop)\.\d+$")  # one parameter, however it is spelled
+_LISTS = "stop|stop_token_ids|allowed_token_ids|bad_words"
+_ENTRY_OF_LIST = re.compile(rf"^({_LISTS})\.\d+$")  # one parameter, however it is spelled
 _WRONG = re.compile(r"(.*) - at `\$\.(.*)`", re.DOTALL)
 
 
@@ -194,7 +260,7 @@ def _request_error(text: str, fields: Mapping[str, object]) -> RequestError:
     expected = expected.replace("`", "").replace(" | null", "")
     expected = expected[0].lower() + expected[1:]
     message = f"{param} is {shown(_lookup(fields, param))}; {expected}"
-    return RequestError(message, param=_ENTRY_OF_STOP.sub(r"\1", param))
+    return RequestError(message, param=_ENTRY_OF_LIST.sub(r"\1", param))
 
 
 def _dotted(path: str) -> str:

@@ -10,7 +10,6 @@ from gateway.generation_options import (
     GenerationOptions,
     NumLogprobs,
     OutputLimit,
-    check_options,
     check_token_ids,
     convert,
     sampling_params,
@@ -18,6 +17,7 @@ from gateway.generation_options import (
 from gateway.mesh_status import MeshStatus
 from gateway.openai.prompts import TokenIds, encode_chat, encode_text
 from gateway.openai.schema import ChatMessage, check_model
+from gateway.option_checks import check_options
 from gateway.sequence import FinishReason, RequestOutput, TokenLogprobs
 from gateway.service import GenerationFrontend, Prompt
 

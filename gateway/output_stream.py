@@ -14,6 +14,9 @@ from gateway.request_state import RequestState
 from gateway.sequence import FinishReason, RequestOutput, TokenLogprobs
 from gateway.tokenizer import Tokenizer
 
+_Reading = tuple[str, FinishReason | None, str | int | None]
+"""Text, why the output ends here if it does, and what ended it."""
+
 
 class OutputStream:
     """Outputs of one request, in order; the last one has a finish reason.
@@ -34,8 +37,15 @@ class OutputStream:
     ) -> None:
         self.state = state
         self.request = state.request
-        self._detokenizer = Detokenizer(tokenizer, state.request.params.stop)
-        self._eos_token_ids = () if state.request.params.ignore_eos else eos_token_ids
+        self._params = params = state.request.params
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        self._eos_token_ids = () if params.ignore_eos else eos_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids)
         self._observer = observer
         self._last_s: float | None = None
         self._started = False
@@ -69,19 +79,28 @@ class OutputStream:
         text = self._detokenizer.flush() if self.state.num_generated else ""
         return RequestOutput(self.request.request_id, text=text, finish_reason=reason, error=error)
 
-    def _read(
-        self, token_id: int, max_model_len: int
-    ) -> tuple[str, FinishReason | None, str | None]:
-        if token_id in self._eos_token_ids:
-            return self._detokenizer.flush(), FinishReason.STOP, None
-        update = self._detokenizer.push(token_id)
+    def _read(self, token_id: int, max_model_len: int) -> _Reading:
+        generated = self.state.num_generated
+        if generated > self._params.min_tokens:
+            if token_id in self._stop_token_ids:
+                return self._text_at_stop(token_id), FinishReason.STOP, token_id
+            if token_id in self._eos_token_ids:
+                return self._text_at_stop(token_id), FinishReason.STOP, None
+        can_stop = generated >= self._params.min_tokens
+        push = self._detokenizer.push if can_stop else self._detokenizer.push_unchecked
+        update = push(token_id)
         if update.stop_reason is not None:
             return update.text, FinishReason.STOP, update.stop_reason
-        generated = self.state.num_generated
         full = len(self.state.token_ids) >= max_model_len
-        if full or generated >= self.request.params.max_tokens:
+        if full or generated >= self._params.max_tokens:
             return update.text + self._detokenizer.flush(), FinishReason.LENGTH, None
         return update.text, None, None
+
+    def _text_at_stop(self, token_id: int) -> str:
+        """The rest of the text at a token that ends the output."""
+        if not self._params.include_stop_str_in_output:
+            return self._detokenizer.flush()
+        return self._detokenizer.push(token_id).text + self._detokenizer.flush()
 
     def _note_time(self) -> None:
         now = time.monotonic()

@@ -56,13 +56,15 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     fingerprint: str = ""
     """Hash of the checkpoint, hexadecimal; part of `system_fingerprint`."""
+    name_required: bool = False
+    """Requests must name the model."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time."""
 
     @property
     def bounds(self) -> ModelBounds:
         """What the model allows in a request."""
-        return ModelBounds(self.config.vocab_size, self.max_model_len, self.tokenizer is not None)
+        return ModelBounds(self.config.vocab_size, self.max_model_len, self.tokenizer)
 
     @property
     def system_fingerprint(self) -> str:
@@ -93,6 +95,8 @@ class ApiLimits:
     """A stream whose reader takes nothing for this long is cut."""
     keep_alive_s: float = 15.0
     """Between comments on a stream that has nothing to say; load balancers cut at 60 s."""
+    request_timeout_s: float = 3600.0
+    """From the arrival of a request to its end; clients may ask for less."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,12 @@ class Prompt:
     request_id: str
     token_ids: tuple[int, ...]
     params: SamplingParams
+    priority: int = 0
+    """Lower goes first."""
+    cache_salt: str = ""
+    """Prefixes are shared only between prompts with the same salt."""
+    timeout_s: float | None = None
+    """Seconds that the request may take; never more than the server's own limit."""
 
 
 def new_id(prefix: str) -> str:
@@ -198,19 +208,26 @@ class GenerationFrontend:
         self._active[prompt.request_id] = (stream, index)
         stream.running.add(index)
         try:
-            self._engine.submit(
-                GenerationRequest(
-                    request_id=prompt.request_id,
-                    prompt_token_ids=prompt.token_ids,
-                    params=prompt.params,
-                    sink=stream.sink(index),
-                    arrival_s=time.monotonic(),
-                )
-            )
+            self._engine.submit(self._request(prompt, stream.sink(index)))
         except BaseException:
             stream.running.discard(index)
             del self._active[prompt.request_id]
             raise
+
+    def _request(self, prompt: Prompt, sink: Sink) -> GenerationRequest:
+        now_s = time.monotonic()
+        most_s = self.limits.request_timeout_s
+        return GenerationRequest(
+            request_id=prompt.request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=prompt.params,
+            sink=sink,
+            arrival_s=now_s,
+            priority=prompt.priority,
+            deadline_s=now_s
+            + (most_s if prompt.timeout_s is None else min(prompt.timeout_s, most_s)),
+            cache_salt=prompt.cache_salt,
+        )
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -334,9 +351,11 @@ def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
     if len(outputs) == 1:
         return outputs[0]
     last = outputs[-1]
+    prompt_logprobs = (output.prompt_logprobs for output in outputs)
     return replace(
         last,
         token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
         text="".join(output.text for output in outputs),
         logprobs=tuple(chain.from_iterable(output.logprobs for output in outputs)),
+        prompt_logprobs=next((found for found in prompt_logprobs if found is not None), None),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,15 @@ class Tokenizer:
             raise CheckpointError(f"weights: {path}: {error}") from error
 
     @property
+<<<<<<< HEAD
     def definition(self) -> str:
         """Content of `tokenizer.json`, as other libraries want it."""
         return self._inner.to_str()
+=======
+    def config(self) -> Mapping[str, Any]:
+        """Content of `tokenizer_config.json`; empty if there is none."""
+        return self._config
+>>>>>>> 169a60d (Take the sampling, stopping and response parameters of vLLM over HTTP, and several choices)
 
     @property
     def vocab_size(self) -> int:
@@ -107,9 +113,9 @@ class Tokenizer:
         copy.pre_tokenizer.prepend_scheme = "never"
         return copy
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out; incomplete characters become U+FFFD."""
-        return self._inner.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; incomplete characters become U+FFFD."""
+        return self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property
     def max_token_len(self) -> int | None:

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.openai.logprobs import Json, chat_logprobs, completion_logprobs
+from gateway.openai.logprobs import Json, chat_logprobs, prompt_logprobs
 from gateway.openai.prompts import TokenIds
+from gateway.openai.routed_experts import encode_routed_experts
 from gateway.sequence import RequestOutput
 from gateway.service import ServedModel
 
@@ -22,6 +23,18 @@ class AnswerOptions:
     return_token_ids: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    num_choices: int = 1
+    """Choices for each prompt."""
+    tokens_as_ids: bool = False
+    """Tokens in log probabilities are spelled "token_id:N"."""
+    prompt_logprobs: bool = False
+    """Log probabilities of the prompt's tokens."""
+    routed_experts_from: int | None = None
+    """First token whose experts are returned; None: no experts."""
+    echo: bool = False
+    """The text begins with the prompt."""
+    prompt_only: bool = False
+    """Nothing generated is shown."""
 
     @property
     def every_token(self) -> bool:
@@ -35,7 +48,7 @@ class Answer(ABC):
     Args:
         answer_id: Id of the object.
         model: What is served.
-        prompts: Token ids of each prompt; one choice each.
+        prompts: Token ids of each prompt. Choices are numbered prompt by prompt.
         options: What the client wants to see.
     """
 
@@ -53,20 +66,25 @@ class Answer(ABC):
         self.model = model
         self.prompts = prompts
         self.options = options
+        self.num_choices = len(prompts) * options.num_choices
         self._created = int(time.time())
-        self._num_generated = [0] * len(prompts)
-        self._started = [False] * len(prompts)
+        self._num_generated = [0] * self.num_choices
+        self._num_cached = [0] * len(prompts)
+        self._started = [False] * self.num_choices
+
+    def prompt_of(self, index: int) -> int:
+        """Index of the prompt of a choice."""
+        return index // self.options.num_choices
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
-        """The object, from the merged outputs of each prompt."""
-        for index, output in enumerate(outputs):
-            self._num_generated[index] = len(output.token_ids)
+        """The object, from the merged outputs of each choice."""
+        outputs = [self._counted(index, output) for index, output in enumerate(outputs)]
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return {**self._head(self.whole_object), "choices": choices, "usage": self._usage()}
 
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
-        """What a stream says about an output of a prompt; may be nothing."""
-        self._num_generated[index] += len(output.token_ids)
+        """What a stream says about an output of a choice; may be nothing."""
+        output = self._counted(index, output)
         choices = self._delta_choices(index, output, not self._started[index])
         self._started[index] |= bool(choices)
         return [self._chunk([choice]) for choice in choices]
@@ -76,6 +94,18 @@ class Answer(ABC):
         if not self.options.include_usage:
             return []
         return [{**self._chunk([]), "usage": self._usage()}]
+
+    def _counted(self, index: int, output: RequestOutput) -> RequestOutput:
+        """What is shown of an output; counts it for the usage."""
+        output = self._visible(output)
+        self._num_generated[index] += len(output.token_ids)
+        if index % self.options.num_choices == 0:  # the others find the prompt of the first
+            self._num_cached[self.prompt_of(index)] = output.num_cached_tokens
+        return output
+
+    def _visible(self, output: RequestOutput) -> RequestOutput:
+        """What is shown of an output."""
+        return output
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput) -> Json:
@@ -109,12 +139,25 @@ class Answer(ABC):
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
+    def _extras(self, output: RequestOutput) -> Json:
+        """What a choice has besides the fields of the OpenAI API, if it was asked for."""
+        return {**self._token_ids(output), **self._routed_experts(output)}
+
     def _token_ids(self, output: RequestOutput) -> Json:
         return {"token_ids": list(output.token_ids)} if self.options.return_token_ids else {}
+
+    def _routed_experts(self, output: RequestOutput) -> Json:
+        """With the end of the choice."""
+        skip, experts = self.options.routed_experts_from, output.routed_experts
+        if skip is None or output.finish_reason is None:
+            return {}
+        if experts is None:
+            return {"routed_experts": None}
+        return {"routed_experts": encode_routed_experts(experts, self.model.config, skip=skip)}
 
 
 class ChatAnswer(Answer):
@@ -124,8 +167,12 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
-        """As for every answer, with the token ids of the prompt if asked for."""
-        return {**super().whole(outputs), **self._prompt_token_ids()}
+        """As for every answer, with ids and log probabilities of the prompt if asked for."""
+        answer = {**super().whole(outputs), **self._prompt_token_ids()}
+        if self.options.prompt_logprobs:
+            tokens = outputs[0].prompt_logprobs or ()
+            answer["prompt_logprobs"] = prompt_logprobs(self.model.tokenizer, tokens)
+        return answer
 
     def _choice(self, index: int, output: RequestOutput) -> Json:
         message: Json = {
@@ -140,7 +187,7 @@ class ChatAnswer(Answer):
             "logprobs": self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
-            **self._token_ids(output),
+            **self._extras(output),
         }
 
     def _delta_choices(self, index: int, output: RequestOutput, first: bool) -> list[Json]:
@@ -154,7 +201,9 @@ class ChatAnswer(Answer):
         if output.finish_reason is not None:
             last = _delta_choice(index, {})
             last["finish_reason"] = output.finish_reason
-            choices.append({**last, "stop_reason": output.stop_reason})
+            choices.append(
+                {**last, "stop_reason": output.stop_reason, **self._routed_experts(output)}
+            )
         return choices
 
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
@@ -171,58 +220,9 @@ class ChatAnswer(Answer):
     def _logprobs(self, output: RequestOutput) -> Json | None:
         if self.options.num_logprobs is None:
             return None
-        return chat_logprobs(self.model.tokenizer, output.logprobs)
+        as_ids = self.options.tokens_as_ids
+        return chat_logprobs(self.model.tokenizer, output.logprobs, as_ids=as_ids)
 
 
 def _delta_choice(index: int, delta: Json) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-class CompletionAnswer(Answer):
-    """Answer of /v1/completions."""
-
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
-
-    def __init__(
-        self,
-        answer_id: str,
-        model: ServedModel,
-        prompts: Sequence[TokenIds],
-        options: AnswerOptions,
-    ) -> None:
-        super().__init__(answer_id, model, prompts, options)
-        self._offsets = [0] * len(prompts)
-
-    def _choice(self, index: int, output: RequestOutput) -> Json:
-        return self._text_choice(index, output, with_prompt=True)
-
-    def _delta_choices(self, index: int, output: RequestOutput, first: bool) -> list[Json]:
-        says_something = output.text or output.finish_reason is not None
-        if not says_something and not (output.token_ids and self.options.every_token):
-            return []
-        return [self._text_choice(index, output, with_prompt=first)]
-
-    def _text_choice(self, index: int, output: RequestOutput, *, with_prompt: bool) -> Json:
-        choice: Json = {
-            "index": index,
-            "text": output.text,
-            "logprobs": self._logprobs(index, output),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            **self._token_ids(output),
-        }
-        if self.options.return_token_ids and with_prompt:
-            choice["prompt_token_ids"] = list(self.prompts[index])
-        return choice
-
-    def _logprobs(self, index: int, output: RequestOutput) -> Json | None:
-        if self.options.num_logprobs is None:
-            return None
-        logprobs, self._offsets[index] = completion_logprobs(
-            self.model.tokenizer,
-            output.logprobs,
-            num_top=self.options.num_logprobs,
-            offset=self._offsets[index],
-        )
-        return logprobs

@@ -8,14 +8,29 @@ from dataclasses import replace
 import orjson
 from aiohttp import web
 
-from gateway.generation_options import OutputLimit, check_options, sampling_params
-from gateway.openai.answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
+from expertmesh.errors import RequestError
+from gateway.generation_options import OutputLimit, choice_params, sampling_params
+from gateway.openai.answers import Answer, AnswerOptions, ChatAnswer
 from gateway.openai.body import read_json
+from gateway.openai.completion_answer import CompletionAnswer
 from gateway.openai.errors import AbortedError, api_error
 from gateway.openai.event_stream import EventStream
 from gateway.openai.logprobs import Json
-from gateway.openai.prompts import encode_chat, encode_prompts
-from gateway.openai.schema import CommonRequest, check_model, parse_chat, parse_completion
+from gateway.openai.prompts import (
+    PromptOptions,
+    check_together,
+    encode_chat,
+    encode_prompts,
+    truncation_of,
+)
+from gateway.openai.schema import (
+    CommonRequest,
+    CompletionRequest,
+    check_model,
+    parse_chat,
+    parse_completion,
+)
+from gateway.option_checks import bad_word_ids, check_min_tokens, check_options
 from gateway.sequence import FinishReason, RequestOutput
 from gateway.service import (
     GenerationFrontend,
@@ -62,7 +77,6 @@ class OpenAiHandlers:
         fields = await read_json(request, self._frontend)
         body = parse_chat(fields, self._model)
         check_options(body, self._model.bounds)
-        prompt = await encode_chat(self._frontend, body.messages)
         replaced = body.max_completion_tokens is not None
         limit = OutputLimit(
             requested=body.max_completion_tokens if replaced else body.max_tokens,
@@ -70,22 +84,38 @@ class OpenAiHandlers:
             param="max_completion_tokens" if replaced else "max_tokens",
             prompt_param="messages",
         )
+        truncation = truncation_of(body, self._model, limit.requested)
+        prompt = await encode_chat(self._frontend, body.messages, truncation=truncation)
+        most = self._frontend.limits.max_prompt_tokens
+        check_together([prompt], body.n or 1, most, "messages")
         options = answer_options(body, (body.top_logprobs or 0) if body.logprobs else None)
-        answer = ChatAnswer(new_id("chatcmpl-"), self._model, [prompt], options)
-        grammar = await compile_constraint(self._frontend, parse_constraint(fields))
-        return await self._generate(request, body, answer, limit, grammar)
+        answer = ChatAnswer(_answer_id("chatcmpl-", body), self._model, [prompt], options)
+        return await self._generate(request, body, answer, limit)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         fields = await read_json(request, self._frontend)
         body = parse_completion(fields, self._model)
         check_options(body, self._model.bounds)
-        prompts = await encode_prompts(self._frontend, body.prompt)
-        limit = OutputLimit(body.max_tokens, _DEFAULT_COMPLETION_TOKENS, "max_tokens", "prompt")
-        options = answer_options(body, body.logprobs)
-        answer = CompletionAnswer(new_id("cmpl-"), self._model, prompts, options)
-        grammar = await compile_constraint(self._frontend, parse_constraint(fields))
-        return await self._generate(request, body, answer, limit, grammar)
+        # With max_tokens 0 a token is generated all the same, and not shown.
+        requested = None if body.max_tokens is None else max(body.max_tokens, 1)
+        limit = OutputLimit(requested, _DEFAULT_COMPLETION_TOKENS, "max_tokens", "prompt")
+        options = replace(
+            answer_options(body, body.logprobs),
+            echo=bool(body.echo),
+            prompt_only=body.max_tokens == 0,
+        )
+        prompts = await encode_prompts(self._frontend, body.prompt, self._prompt_options(body))
+        answer = CompletionAnswer(_answer_id("cmpl-", body), self._model, prompts, options)
+        return await self._generate(request, body, answer, limit)
+
+    def _prompt_options(self, body: CompletionRequest) -> PromptOptions:
+        return PromptOptions(
+            num_choices=body.n or 1,
+            add_special_tokens=body.add_special_tokens is not False,
+            echo=bool(body.echo),
+            truncation=truncation_of(body, self._model, body.max_tokens),
+        )
 
     async def _generate(
         self,
@@ -95,7 +125,7 @@ class OpenAiHandlers:
         limit: OutputLimit,
         grammar: str,
     ) -> web.StreamResponse:
-        prompts = _engine_prompts(body, answer, limit, grammar)
+        prompts = engine_prompts(body, answer, limit, grammar)
         with self._frontend.open(prompts) as stream:
             if body.stream:
                 return await self._stream(request, answer, stream)
@@ -124,31 +154,67 @@ class OpenAiHandlers:
         return events.response
 
 
-def _engine_prompts(
-    body: CommonRequest, answer: Answer, limit: OutputLimit, grammar: str
+def _answer_id(prefix: str, body: CommonRequest) -> str:
+    return new_id(prefix) if body.request_id is None else f"{prefix}{body.request_id}"
+
+
+def engine_prompts(
+    body: CommonRequest, answer: Answer, limit: OutputLimit, grammar: str = ""
 ) -> list[Prompt]:
-    """The prompts of a call for the engine; all are checked before any is submitted."""
-    max_model_len = answer.model.max_model_len
-    return [
-        Prompt(
-            request_id=f"{answer.answer_id}-{index}",
-            token_ids=token_ids,
-            params=replace(
-                sampling_params(
-                    body,
-                    max_tokens=limit.resolve(len(token_ids), max_model_len),
-                    num_logprobs=answer.options.num_logprobs,
-                ),
-                grammar=grammar,
-            ),
-        )
-        for index, token_ids in enumerate(answer.prompts)
-    ]
+    """A prompt for the engine for each choice; all are checked before any is submitted.
+
+    Args:
+        body: The request.
+        answer: Its prompts, and what it shows.
+        limit: How many tokens may be generated.
+        grammar: What the output must match.
+
+    Raises:
+        RequestError: A prompt leaves no room, or a parameter does not fit it.
+    """
+    options, bounds = answer.options, answer.model.bounds
+    echoed = options.num_logprobs if options.echo else None
+    params = sampling_params(
+        body,
+        max_tokens=1,
+        num_logprobs=options.num_logprobs,
+        num_prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
+        return_routed_experts=options.routed_experts_from is not None,
+        bad_words=bad_word_ids(body, bounds),
+        grammar=grammar,
+    )
+    prompts: list[Prompt] = []
+    for token_ids in answer.prompts:
+        check_prompt_start(body, len(token_ids))
+        max_tokens = limit.resolve(len(token_ids), bounds.max_model_len)
+        check_min_tokens(body, max_tokens)
+        for choice in range(options.num_choices):
+            prompt = Prompt(
+                request_id=f"{answer.answer_id}-{len(prompts)}",
+                token_ids=token_ids,
+                params=choice_params(replace(params, max_tokens=max_tokens), choice),
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                timeout_s=body.timeout_s,
+            )
+            prompts.append(prompt)
+    return prompts
 
 
-async def _collect(stream: GenerationStream, num_prompts: int) -> list[RequestOutput]:
-    """Merged outputs of each prompt."""
-    parts: list[list[RequestOutput]] = [[] for _ in range(num_prompts)]
+def check_prompt_start(body: CommonRequest, num_prompt_tokens: int) -> None:
+    """Refuses to leave out more experts than those of the prompt.
+
+    Raises:
+        RequestError: `routed_experts_prompt_start` is behind the prompt.
+    """
+    if (start := body.routed_experts_prompt_start or 0) > num_prompt_tokens:
+        param = "routed_experts_prompt_start"
+        raise RequestError(f"{param} is {start}; the prompt has {num_prompt_tokens}", param=param)
+
+
+async def _collect(stream: GenerationStream, num_choices: int) -> list[RequestOutput]:
+    """Merged outputs of each choice."""
+    parts: list[list[RequestOutput]] = [[] for _ in range(num_choices)]
     while not stream.done:
         for index, output in await stream.next() or ():
             _check_not_aborted(output)
@@ -172,12 +238,16 @@ def _check_not_aborted(output: RequestOutput) -> None:
 
 def answer_options(body: CommonRequest, num_logprobs: int | None) -> AnswerOptions:
     """What the client wants to see."""
-    wanted = body.stream_options
+    wanted, start = body.stream_options, body.routed_experts_prompt_start or 0
     return AnswerOptions(
         num_logprobs=num_logprobs,
         return_token_ids=bool(body.return_token_ids),
         include_usage=bool(wanted and wanted.include_usage),
         continuous_usage=bool(wanted and wanted.continuous_usage_stats),
+        num_choices=body.n or 1,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        prompt_logprobs=body.prompt_logprobs is not None,
+        routed_experts_from=start if body.return_routed_experts else None,
     )
 
 

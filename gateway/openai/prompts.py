@@ -3,25 +3,106 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from expertmesh.errors import ContextLengthError, RequestError, UnsupportedError
 from gateway.chat_template import ROLES, Message
 from gateway.generation_options import check_token_ids, shown
-from gateway.openai.schema import ChatMessage, ContentPart
+from gateway.openai.schema import ChatMessage, CommonRequest, ContentPart
 from gateway.service import GenerationFrontend, ServedModel
 
 T = TypeVar("T")
 TokenIds = tuple[int, ...]
 
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A prompt of /v1/completions."""
+
+    token_ids: TokenIds
+    text: str
+    """As the client sent it, or the text of its tokens."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Cuts prompts that are too long.
+
+    Args:
+        num_tokens: Tokens to keep; None keeps all.
+        keep_end: Cut at the start.
+    """
+
+    num_tokens: int | None = None
+    keep_end: bool = True
+
+    def cut(self, token_ids: TokenIds) -> TokenIds:
+        """The prompt, cut."""
+        if self.num_tokens is None or len(token_ids) <= self.num_tokens:
+            return token_ids
+        return token_ids[-self.num_tokens :] if self.keep_end else token_ids[: self.num_tokens]
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How the prompts of a call are encoded."""
+
+    num_choices: int = 1
+    """Choices for each prompt; each takes its place in the queue."""
+    add_special_tokens: bool = True
+    """Texts get the special tokens that the model expects."""
+    echo: bool = False
+    """The text of each prompt is needed."""
+    truncation: Truncation = field(default_factory=Truncation)
+
+
+def truncation_of(body: CommonRequest, model: ServedModel, requested: int | None) -> Truncation:
+    """How a request wants its prompts cut.
+
+    Args:
+        body: The request.
+        model: For its context.
+        requested: Tokens to generate that were asked for.
+
+    Raises:
+        RequestError: More tokens are to be kept than the context has.
+    """
+    wanted, keep_end = body.truncate_prompt_tokens, body.truncation_side != "right"
+    if wanted is None:
+        return Truncation()
+    if wanted > model.max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens is {wanted}; expected at most {model.max_model_len}, the "
+            "context of this model",
+            param="truncate_prompt_tokens",
+        )
+    fitting = max(1, model.max_model_len - max(requested or 1, 1))
+    return Truncation(fitting if wanted == -1 else wanted, keep_end)
+
+
 _IN_THREAD_FROM = 4096
 """Characters from which a text is encoded outside the event loop."""
 
 
+_KEEP_ALL = Truncation()
+
+
 async def encode_chat(
-    frontend: GenerationFrontend, messages: Sequence[ChatMessage], param: str = "messages"
+    frontend: GenerationFrontend,
+    messages: Sequence[ChatMessage],
+    param: str = "messages",
+    *,
+    truncation: Truncation = _KEEP_ALL,
 ) -> TokenIds:
     """Token ids of a conversation.
+
+    Args:
+        frontend: For the chat template.
+        messages: The conversation.
+        param: Path of the parameter, for errors.
+        truncation: How to cut what is too long.
 
     Raises:
         RequestError: A message is not usable; names its index.
@@ -36,19 +117,38 @@ async def encode_chat(
         )
     conversation = [_message(message, f"{param}.{i}") for i, message in enumerate(messages)]
     size = sum(len(message["content"]) for message in conversation)
-    check_text_len(model, size, param)
+    if truncation.num_tokens is None:
+        check_text_len(model, size, param)
     ids = await _encode(frontend, size, model.chat_template.encode, conversation)
-    return _usable(ids, model, param)
+    return truncation.cut(_usable(ids, model, param))
 
 
-async def encode_prompts(frontend: GenerationFrontend, prompt: object) -> list[TokenIds]:
-    """Token ids of each prompt: a text, texts, token ids, or lists of token ids.
+async def encode_prompts(
+    frontend: GenerationFrontend, prompt: object, options: PromptOptions
+) -> list[TextPrompt]:
+    """Each prompt of a call: a text, texts, token ids, or lists of token ids.
 
     Raises:
         RequestError: A prompt is not usable; names its index.
     """
+    entries = _entries(prompt)
+    limits, num_choices = frontend.limits, options.num_choices
+    if len(entries) * num_choices > limits.max_prompts:
+        what = f" with {num_choices} choices each" if num_choices > 1 else ""
+        raise RequestError(
+            f"prompt has {len(entries)} entries{what}; at most {limits.max_prompts} in a call",
+            param="prompt",
+        )
+    size = sum(len(entry) for entry in entries if isinstance(entry, str))
+    prompts = [await _encode_entry(frontend, entry, options, size) for entry in entries]
+    check_together([prompt.token_ids for prompt in prompts], num_choices, limits.max_prompt_tokens)
+    return prompts
+
+
+def _entries(prompt: object) -> list[object]:
+    """The prompts of a call: texts, or lists of what should be token ids."""
     if isinstance(prompt, str):
-        return [await encode_text(frontend, prompt, "prompt")]
+        return [prompt]
     if not isinstance(prompt, list):
         raise RequestError(
             f"prompt is {shown(prompt)}; expected a string, an array of strings, an array of token "
@@ -57,47 +157,72 @@ async def encode_prompts(frontend: GenerationFrontend, prompt: object) -> list[T
         )
     if not prompt:
         raise RequestError("prompt is empty", param="prompt", code="empty_prompt")
-    if not isinstance(prompt[0], str | list):
-        return [check_token_ids(prompt, frontend.model.config.vocab_size, "prompt")]
-    if len(prompt) > (most := frontend.limits.max_prompts):
-        raise RequestError(f"prompt has {len(prompt)} entries; at most {most}", param="prompt")
-    size = sum(len(entry) for entry in prompt if isinstance(entry, str))
-    prompts = [await _encode_entry(frontend, entry, size) for entry in prompt]
-    _check_together(prompts, frontend.limits.max_prompt_tokens)
-    return prompts
+    return prompt if isinstance(prompt[0], str | list) else [prompt]
 
 
-def _check_together(prompts: Sequence[TokenIds], most: int) -> None:
-    """Refuses what the queue never takes; a client would repeat a 503 for ever."""
-    num_tokens = sum(map(len, prompts))
-    if len(prompts) > 1 and num_tokens > most:
+def check_together(
+    prompts: Sequence[TokenIds], num_choices: int, most: int, param: str = "prompt"
+) -> None:
+    """Refuses what the queue never takes; a client would repeat a 503 for ever.
+
+    Raises:
+        RequestError: The prompts of all choices together are too long.
+    """
+    num_tokens = num_choices * sum(map(len, prompts))
+    if len(prompts) * num_choices > 1 and num_tokens > most:
         raise RequestError(
-            f"prompt has {num_tokens} tokens in {len(prompts)} entries; at most {most} in a call",
-            param="prompt",
+            f"{param} has {num_tokens} tokens in {len(prompts) * num_choices} choices; at most "
+            f"{most} in a call",
+            param=param,
         )
 
 
-async def _encode_entry(frontend: GenerationFrontend, entry: object, size: int) -> TokenIds:
-    if isinstance(entry, str):
-        return await encode_text(frontend, entry, "prompt", call_size=size)
+async def _encode_entry(
+    frontend: GenerationFrontend, entry: object, options: PromptOptions, size: int
+) -> TextPrompt:
+    cut = options.truncation.cut
     if isinstance(entry, list):
-        return check_token_ids(entry, frontend.model.config.vocab_size, "prompt")
-    raise RequestError(
-        f"prompt has the entry {shown(entry)}; expected only strings or only arrays of token ids",
-        param="prompt",
-    )
+        ids = check_token_ids(entry, frontend.model.config.vocab_size, "prompt")
+        return _text_prompt(frontend.model, cut(ids), options)
+    if not isinstance(entry, str):
+        raise RequestError(
+            f"prompt has the entry {shown(entry)}; expected only strings or only arrays of token "
+            "ids",
+            param="prompt",
+        )
+    ids = await encode_text(frontend, entry, "prompt", call_size=size, options=options)
+    kept = cut(ids)
+    if len(kept) == len(ids):
+        return TextPrompt(ids, entry)
+    return _text_prompt(frontend.model, kept, options)
+
+
+def _text_prompt(model: ServedModel, token_ids: TokenIds, options: PromptOptions) -> TextPrompt:
+    """A prompt whose text is that of its tokens."""
+    if not options.echo or model.tokenizer is None:
+        return TextPrompt(token_ids, "")
+    return TextPrompt(token_ids, model.tokenizer.decode(token_ids, False))
+
+
+_PLAIN = PromptOptions()
 
 
 async def encode_text(
-    frontend: GenerationFrontend, text: str, param: str, *, call_size: int = 0
+    frontend: GenerationFrontend,
+    text: str,
+    param: str,
+    *,
+    call_size: int = 0,
+    options: PromptOptions = _PLAIN,
 ) -> TokenIds:
-    """Token ids of a text.
+    """Token ids of a text, not cut.
 
     Args:
         frontend: For the tokenizer.
         text: The text.
         param: Path of the parameter, for errors.
         call_size: Characters of all texts of the call, if it has several.
+        options: Which special tokens are added, and whether the prompt will be cut.
 
     Raises:
         RequestError: It is empty, far too long, or the model has no tokenizer.
@@ -111,8 +236,10 @@ async def encode_text(
         )
     if not text:
         raise RequestError(f"{param} is empty", param=param, code="empty_prompt")
-    check_text_len(frontend.model, len(text), param)
-    ids = await _encode(frontend, max(len(text), call_size), tokenizer.encode, text)
+    if options.truncation.num_tokens is None:
+        check_text_len(frontend.model, len(text), param)
+    encode = partial(tokenizer.encode, add_special_tokens=options.add_special_tokens)
+    ids = await _encode(frontend, max(len(text), call_size), encode, text)
     return _usable(ids, frontend.model, param)
 
 

@@ -117,23 +117,95 @@ def parameters() -> Iterator[BadRequest]:
     )
 
 
+def sampling() -> Iterator[BadRequest]:
+    """What the newer parameters of sampling and stopping do not take."""
+    wrong: dict[str, list[Json]] = {
+        "min_p": [-0.1, 1.1, "x", True],
+        "repetition_penalty": [0, -1, 101, "x", True],
+        "presence_penalty": [-2.1, 2.1, "x", True],
+        "frequency_penalty": [-2.1, 2.1, "x", True],
+        "logit_bias": [[1], "x", 5, {"1": 101}, {"1": -101}, {"1": "x"}, {"1": True}, {"1": None}],
+        "allowed_token_ids": [[], [-1], ["1"], 5, [1.5]],
+        "bad_words": [[""], [" "], "x", [5], ["x"] * 257],
+        "min_tokens": [-1, 1.5, "1", 3],
+        "stop_token_ids": [5, [-1], ["1"], [0] * 1025, [True]],
+        "include_stop_str_in_output": ["yes", 1],
+        "skip_special_tokens": ["yes", 1],
+        "spaces_between_special_tokens": ["yes", 1],
+        "return_tokens_as_token_ids": ["yes", 1],
+        "return_routed_experts": ["yes", 1],
+        "routed_experts_prompt_start": [-1, "x", 6],
+        "prompt_logprobs": [-1, 21, "x", True],
+        "echo": ["yes", 1],
+        "priority": [1.5, "x", 2**40],
+        "request_id": ["", "a b", "a\n", "x" * 129, 5],
+        "cache_salt": ["", "a@b", "a/b", "a\\b", "a\0b", "x" * 129, 5],
+        "truncate_prompt_tokens": [0, -2, CONTEXT + 1, "x", 1.5],
+        "truncation_side": ["middle", 1],
+        "timeout_s": [0, -1, "x", 1e9, True],
+        "add_special_tokens": ["yes", 1],
+    }
+    for param, values in wrong.items():
+        for value in values:
+            name = f"{param} {json.dumps(value)[:20]}"
+            yield _completion(name, "invalid_value", param, **{param: value})
+    for param, ids in {
+        "logit_bias": {str(VOCABULARY): 1},
+        "allowed_token_ids": [1, VOCABULARY],
+        "stop_token_ids": [VOCABULARY],
+    }.items():
+        yield _completion(f"{param} outside", "invalid_token_id", param, **{param: ids})
+    for key in ("x", "-1", "1.0", " 1", "\u0661", "9" * 30):
+        yield _completion(f"bias {key!r}", "invalid_token_id", "logit_bias", logit_bias={key: 1})
+    yield _completion("bias twice", "invalid_value", "logit_bias", logit_bias={"1": 1, "01": 2})
+    yield _completion(
+        "many biases",
+        "invalid_value",
+        "logit_bias",
+        logit_bias=dict.fromkeys(map(str, range(1025)), 1),
+    )
+    yield _completion(
+        "only stop tokens",
+        "invalid_value",
+        "allowed_token_ids",
+        min_tokens=1,
+        allowed_token_ids=[7],
+        stop_token_ids=[7],
+    )
+    yield _completion(
+        "streamed prompt logprobs",
+        "invalid_value",
+        "prompt_logprobs",
+        stream=True,
+        prompt_logprobs=1,
+    )
+    yield _completion("many choices", "invalid_value", "prompt", prompt=["a"] * 9, n=128)
+    yield _chat("min_tokens", "invalid_value", "min_tokens", min_tokens=3)
+
+
 def unsupported() -> Iterator[BadRequest]:
     """Known parameters that this server does not have are refused, not ignored."""
     for param, value in {
-        "n": 2,
         "best_of": 3,
-        "logit_bias": {"1": 5},
         "suffix": "end",
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
+        "use_beam_search": True,
+        "logprob_token_ids": [1],
+        "prompt_embeds": "x",
+        "stream_interval": 5,
+        "vllm_xargs": {"a": 1},
     }.items():
         yield _completion(f"unsupported {param}", "unsupported_parameter", param, **{param: value})
     for param, value in {
-        "n": 2,
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "required",
+<<<<<<< HEAD
         "logit_bias": {"1": 5},
+=======
+        "response_format": {"type": "json_object"},
+>>>>>>> 169a60d (Take the sampling, stopping and response parameters of vLLM over HTTP, and several choices)
         "chat_template": "{{ 1 }}",
+        "echo": True,
+        "add_special_tokens": True,
     }.items():
         yield _chat(f"unsupported chat {param}", "unsupported_parameter", param, **{param: value})
 
@@ -258,6 +330,7 @@ def corpus() -> list[BadRequest]:
         not_json,
         numbers,
         parameters,
+        sampling,
         unsupported,
         prompts,
         lengths,

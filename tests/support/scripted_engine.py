@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer as RawTokenizer
@@ -23,9 +25,11 @@ from expertmesh.model_config import (
 )
 from gateway.app import build_app, make_runner
 from gateway.chat_template import ChatTemplate
-from gateway.detokenizer import Detokenizer
+from gateway.engine_observer import EngineObserver
 from gateway.mesh_status import MeshStatus
+from gateway.output_stream import OutputStream
 from gateway.request_metrics import RequestMetrics
+from gateway.request_state import RequestState
 from gateway.sequence import (
     EngineStats,
     FinishReason,
@@ -72,7 +76,7 @@ def tiny_config() -> ModelConfig:
     )
 
 
-def served_model(*, tokenizer: bool = True) -> ServedModel:
+def served_model(*, tokenizer: bool = True, name_required: bool = False) -> ServedModel:
     """The model of the tests, named "tiny"."""
     found = byte_tokenizer() if tokenizer else None
     return ServedModel(
@@ -83,6 +87,7 @@ def served_model(*, tokenizer: bool = True) -> ServedModel:
         tokenizer=found,
         chat_template=ChatTemplate(CHATML, found) if found else None,
         fingerprint="0123456789abcdef",
+        name_required=name_required,
     )
 
 
@@ -96,6 +101,8 @@ class ScriptedEngine:
     tokenizer: Tokenizer | None
     answer: str = "Hi there"
     manual: bool = False
+    num_cached: int = 0
+    """Prompt tokens that it finds in its cache."""
     refuse: Exception | None = None
     """Raised by submit."""
     refuse_from: int = 0
@@ -132,30 +139,24 @@ class ScriptedEngine:
         request.sink(replace(output, **fields))  # type: ignore[arg-type]
 
     def outputs(self, request: GenerationRequest) -> Sequence[RequestOutput]:
-        """The whole answer to a request, honouring its parameters as the engine does."""
-        params = request.params
+        """The whole answer to a request, read as the engine reads what it samples."""
         ids = self.tokenizer.encode(self.answer) if self.tokenizer else [5, 6, 7]
-        detokenizer = Detokenizer(self.tokenizer, params.stop)
-        found = []
-        for position, token_id in enumerate(ids[: params.max_tokens]):
-            update = detokenizer.push(token_id)
-            last = position == min(len(ids), params.max_tokens) - 1
-            text = update.text + (detokenizer.flush() if last and not update.stop_reason else "")
-            full = params.max_tokens < len(ids)
-            reason = FinishReason.LENGTH if full else FinishReason.STOP
-            ended = last or update.stop_reason is not None
-            found.append(
-                RequestOutput(
-                    request.request_id,
-                    token_ids=(token_id,),
-                    text=text,
-                    logprobs=_logprobs(token_id, params.num_logprobs),
-                    finish_reason=reason if ended else None,
-                    stop_reason=update.stop_reason,
-                )
-            )
-            if ended:
+        state = RequestState(request)
+        stream = OutputStream(state, self.tokenizer, (), EngineObserver())
+        found: list[RequestOutput] = []
+        for token_id in ids:
+            state.token_ids.append(token_id)
+            logprobs = _logprobs(token_id, request.params.num_logprobs)
+            output = stream.push(logprobs, CONTEXT)
+            found.append(replace(output, num_cached_tokens=self.num_cached))
+            if output.finish_reason is not None:
                 break
+        if found[-1].finish_reason is None:
+            end = stream.end(FinishReason.STOP)
+            text = found[-1].text + end.text
+            found[-1] = replace(found[-1], text=text, finish_reason=end.finish_reason)
+        found[0] = replace(found[0], prompt_logprobs=_prompt_logprobs(request))
+        found[-1] = replace(found[-1], routed_experts=_routed_experts(state))
         return found
 
     def _speak(self, request: GenerationRequest, outputs: list[RequestOutput]) -> None:
@@ -173,11 +174,27 @@ class ScriptedEngine:
                 await self.changed.wait()
 
 
-def _logprobs(token_id: int, num: int | None) -> tuple[TokenLogprobs, ...]:
+def _logprobs(token_id: int, num: int | None) -> TokenLogprobs | None:
     if num is None:
-        return ()
+        return None
     top = tuple((token_id + i, -0.25 * (i + 1)) for i in range(num))
-    return (TokenLogprobs(token_id, -0.25, top),)
+    return TokenLogprobs(token_id, -0.25, top)
+
+
+def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprobs | None, ...] | None:
+    num = request.params.num_prompt_logprobs
+    if num is None:
+        return None
+    return (None, *(_logprobs(token_id, num) for token_id in request.prompt_token_ids[1:]))
+
+
+def _routed_experts(state: RequestState) -> npt.NDArray[np.uint16] | None:
+    """One MoE layer; the experts of the token at position p are p % 8 and (p + 1) % 8."""
+    if not state.request.params.return_routed_experts:
+        return None
+    positions = np.arange(len(state.token_ids) - 1)
+    experts = np.stack([positions % 8, (positions + 1) % 8], axis=-1)
+    return experts[:, None, :].astype(np.uint16)
 
 
 @dataclass
