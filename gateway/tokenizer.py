@@ -58,15 +58,14 @@ class Tokenizer:
             raise CheckpointError(f"weights: {path}: {error}") from error
 
     @property
-<<<<<<< HEAD
     def definition(self) -> str:
         """Content of `tokenizer.json`, as other libraries want it."""
         return self._inner.to_str()
-=======
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """Content of `tokenizer_config.json`; empty if there is none."""
         return self._config
->>>>>>> 169a60d (Take the sampling, stopping and response parameters of vLLM over HTTP, and several choices)
 
     @property
     def vocab_size(self) -> int:

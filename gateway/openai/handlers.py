@@ -90,7 +90,8 @@ class OpenAiHandlers:
         check_together([prompt], body.n or 1, most, "messages")
         options = answer_options(body, (body.top_logprobs or 0) if body.logprobs else None)
         answer = ChatAnswer(_answer_id("chatcmpl-", body), self._model, [prompt], options)
-        return await self._generate(request, body, answer, limit)
+        grammar = await compile_constraint(self._frontend, parse_constraint(fields))
+        return await self._generate(request, body, answer, limit, grammar)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -107,7 +108,8 @@ class OpenAiHandlers:
         )
         prompts = await encode_prompts(self._frontend, body.prompt, self._prompt_options(body))
         answer = CompletionAnswer(_answer_id("cmpl-", body), self._model, prompts, options)
-        return await self._generate(request, body, answer, limit)
+        grammar = await compile_constraint(self._frontend, parse_constraint(fields))
+        return await self._generate(request, body, answer, limit, grammar)
 
     def _prompt_options(self, body: CompletionRequest) -> PromptOptions:
         return PromptOptions(

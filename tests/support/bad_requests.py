@@ -198,11 +198,6 @@ def unsupported() -> Iterator[BadRequest]:
     for param, value in {
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "required",
-<<<<<<< HEAD
-        "logit_bias": {"1": 5},
-=======
-        "response_format": {"type": "json_object"},
->>>>>>> 169a60d (Take the sampling, stopping and response parameters of vLLM over HTTP, and several choices)
         "chat_template": "{{ 1 }}",
         "echo": True,
         "add_special_tokens": True,
