@@ -69,9 +69,9 @@ TOKENIZERS = {
 }
 
 
-def stream(tokenizer: Tokenizer | None, ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
+def stream(tokenizer: Tokenizer | None, ids: list[int], *, skip: bool = True) -> list[str]:
     """Everything that a detokenizer returns, in order."""
-    detokenizer = Detokenizer(tokenizer, stop)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     return [*(detokenizer.push(token_id).text for token_id in ids), detokenizer.flush()]
 
 
@@ -81,7 +81,8 @@ def test_pieces_add_up_to_the_decoded_text(name: str, data: st.DataObject) -> No
     """Whatever the tokens, the pieces joined are what decoding all tokens at once gives."""
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
-    assert tokenizer.decode(ids) == "".join(stream(tokenizer, ids))
+    skip = data.draw(st.booleans(), label="skip_special_tokens")
+    assert tokenizer.decode(ids, skip) == "".join(stream(tokenizer, ids, skip=skip))
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
@@ -142,13 +143,20 @@ def stop_oracle(text: str, stops: list[str]) -> tuple[str, str | None]:
 def test_stop_strings_are_found_across_pieces(pieces: list[str], stops: list[str]) -> None:
     """The text is cut at the first complete stop string, wherever the pieces are cut."""
     finder = StopStrings(stops)
+    found = push_all(finder, pieces)
+    text, reason = stop_oracle("".join(pieces), stops)
+    assert found == (text, reason)
+    assert push_all(StopStrings(stops, include=True), pieces) == (text + (reason or ""), reason)
+
+
+def push_all(finder: StopStrings, pieces: list[str]) -> tuple[str, str | None]:
+    """The whole text, and the stop string that ended it."""
     text, reason = "", None
     for piece in pieces:
         update = finder.push(piece)
         text += update.text
         reason = reason or update.stop_reason
-    text += finder.flush()
-    assert stop_oracle("".join(pieces), stops) == (text, reason)
+    return text + finder.flush(), reason
 
 
 @given(
