@@ -162,7 +162,7 @@ class _ByteDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if self._skip and self._tokenizer.is_special(token_id):
+        if not self._tokenizer.has_text(token_id, self._skip):
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
@@ -190,7 +190,7 @@ class _WindowDecoder:
         """Text of window[:_num_returned]."""
 
     def push(self, token_id: int) -> str:
-        if self._skip and self._tokenizer.is_special(token_id):
+        if not self._tokenizer.has_text(token_id, self._skip):
             return ""
         self._window.append(token_id)
         if self._tokenizer.is_byte_token(token_id):

@@ -140,6 +140,12 @@ class Tokenizer:
         token = self._inner.id_to_token(token_id)
         return token is None or token in self._special_texts
 
+    def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """False for tokens that `decode` leaves out."""
+        if skip_special_tokens:
+            return not self.is_special(token_id)
+        return self._inner.id_to_token(token_id) is not None
+
     @property
     def is_byte_level(self) -> bool:
         """True if the text of a sequence is the bytes of its tokens, one after the other."""
