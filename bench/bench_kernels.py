@@ -17,6 +17,7 @@ from expertmesh.model_config import GateConfig, RopeConfig
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
 from expertmesh_kernels.linear import linear, pack_linear
+from expertmesh_kernels.logits import Histories, keep_only, penalize
 from expertmesh_kernels.norm import rms_norm
 from expertmesh_kernels.paged_attention import paged_attention, write_kv
 from expertmesh_kernels.rope import apply_rope, rope_table
@@ -121,6 +122,7 @@ def bench_sampling() -> None:
     ):
         arguments = (
             np.full(1, temperature, np.float32),
+            np.zeros(1, np.float32),
             np.full(1, top_p, np.float32),
             np.full(1, top_k, np.int32),
             np.ones(1, np.uint64),
@@ -128,6 +130,33 @@ def bench_sampling() -> None:
         )
         show(f"sample {name}", lambda a=arguments: sample(logits, *a))
     show("top_logprobs 20", lambda: top_logprobs(logits, np.zeros(1, np.int64), 20))
+
+
+def bench_sampler() -> None:
+    """A step's sampling: 32 rows of 49,152 logits after 500 tokens each."""
+    rows, vocab_size = 32, 49_152
+    logits = (torch.randn(rows, vocab_size) * 3).numpy()
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, 500)).astype(np.int32)
+    every = np.arange(rows)
+    histories = Histories(tokens, every, np.full(rows, 200), np.full(rows, 500))
+    ones, bits = np.ones(rows, np.float32), np.full((rows, vocab_size // 32), 0x5555, np.uint32)
+
+    def choose(temperature: float, min_p: float, top_p: float, array: object = logits) -> None:
+        filters = [np.full(rows, value, np.float32) for value in (temperature, min_p, top_p)]
+        top_k, seeds = np.zeros(rows, np.int32), np.ones(rows, np.uint64)
+        sample(torch.from_numpy(array), *filters, top_k, seeds, every)
+
+    def penalized() -> None:
+        edited = logits.copy()
+        penalize(edited, every, histories, ones * 1.2, ones * 0.1, ones * 0.1)
+        choose(1, 0.02, 0.95, edited)
+
+    show("sampler 32 greedy", lambda: choose(0, 0, 1))
+    show("sampler 32 temperature", lambda: choose(1, 0, 1))
+    show("sampler 32 min_p, top_p", lambda: choose(1, 0.02, 0.95))
+    show("sampler 32 penalties, min_p, top_p", penalized)
+    show("copy 32 rows", logits.copy)
+    show("keep_only 32 rows", lambda: keep_only(logits.copy(), every, bits))
 
 
 def main() -> None:
@@ -138,6 +167,7 @@ def main() -> None:
         "attention": bench_attention,
         "small": bench_small,
         "sampling": bench_sampling,
+        "sampler": bench_sampler,
     }
     for name in sys.argv[1:] or list(benches):
         benches[name]()

@@ -5,10 +5,11 @@ exp((logit[i] - max) / temperature) in FP32 and 0 where the logit is NaN or -inf
 
 1. Temperature 0 (or negative or NaN), or no finite maximum: the lowest id with the largest logit,
    NaN counting as -inf; 0 if all are -inf.
-2. Top-k: keep the k largest w, ties to the lowest ids; off for k <= 0.
-3. Top-p, of what is left: keep the fewest largest w whose sum reaches top_p of the total, at least
+2. Min-p: keep w of at least min_p, where the largest is 1; off for min_p <= 0 or NaN.
+3. Top-k: keep the k largest w, ties to the lowest ids; off for k <= 0.
+4. Top-p, of what is left: keep the fewest largest w whose sum reaches top_p of the total, at least
    one, ties to the lowest ids; off for top_p >= 1.
-4. Gumbel-max in its exponential form: the id with the least -log(u[i]) / w[i], where u[i] is
+5. Gumbel-max in its exponential form: the id with the least -log(u[i]) / w[i], where u[i] is
    (h >> 11 + 1/2) / 2**53 with h = mix(mix(mix(seed + G) ^ position) + i * G), mix the finaliser
    of splitmix64, G = 0x9e3779b97f4a7c15, all modulo 2**64; ties to the lowest id.
 """
@@ -29,6 +30,7 @@ from expertmesh_kernels.host import as_array, as_input
 def sample(
     logits_SV: Tensor,
     temperature_S: NDArray[np.float32],
+    min_p_S: NDArray[np.float32],
     top_p_S: NDArray[np.float32],
     top_k_S: NDArray[np.int32],
     seeds_S: NDArray[np.uint64],
@@ -39,6 +41,7 @@ def sample(
     Args:
         logits_SV: float32; rows on another device are copied to the host.
         temperature_S: 0 for greedy.
+        min_p_S: 0 for all.
         top_p_S: 1 for all.
         top_k_S: 0 for all.
         seeds_S: Seed of the request.
@@ -47,6 +50,7 @@ def sample(
     tokens_S = np.empty(logits_SV.shape[0], np.int64)
     cpu_sample(
         as_array(_host(logits_SV)), as_input(temperature_S, np.float32),
+        as_input(min_p_S, np.float32),
         as_input(top_p_S, np.float32), as_input(top_k_S, np.int32),
         as_input(seeds_S, np.uint64), as_input(positions_S, np.int64), tokens_S,
     )  # fmt: skip
@@ -83,6 +87,7 @@ def top_logprobs(
 def sample_reference(
     logits_SV: Tensor,
     temperature_S: NDArray[np.float32],
+    min_p_S: NDArray[np.float32],
     top_p_S: NDArray[np.float32],
     top_k_S: NDArray[np.int32],
     seeds_S: NDArray[np.uint64],
@@ -91,21 +96,29 @@ def sample_reference(
     """What `sample` computes, in PyTorch and NumPy, up to rounding at near-ties."""
     safe_SV = torch.where(logits_SV.isnan(), -torch.inf, logits_SV.float()).cpu()
     tokens = [
-        _sample_row_reference(row, float(t), float(p), int(k), int(seed), int(position))
-        for row, t, p, k, seed, position in zip(
-            safe_SV, temperature_S, top_p_S, top_k_S, seeds_S, positions_S, strict=True
+        _sample_row_reference(row, float(t), float(m), float(p), int(k), int(seed), int(position))
+        for row, t, m, p, k, seed, position in zip(
+            safe_SV, temperature_S, min_p_S, top_p_S, top_k_S, seeds_S, positions_S, strict=True
         )
     ]
     return np.array(tokens, np.int64)
 
 
 def _sample_row_reference(
-    logits_V: Tensor, temperature: float, top_p: float, top_k: int, seed: int, position: int
+    logits_V: Tensor,
+    temperature: float,
+    min_p: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    position: int,
 ) -> int:
     top = logits_V.max()
     if not temperature > 0 or not top.isfinite():
         return int(logits_V.argmax())
     weights_V = ((logits_V - top) / temperature).exp().double()
+    if min_p > 0:
+        weights_V = torch.where(weights_V >= min(min_p, 1.0), weights_V, 0.0)
     order_V = torch.sort(weights_V, descending=True, stable=True).indices
     if 0 < top_k < len(order_V):
         order_V = order_V[:top_k]

@@ -21,6 +21,7 @@ _SUM_LANES = 16
 def sample(
     logits_SV: NDArray[np.float32],
     temperature_S: NDArray[np.float32],
+    min_p_S: NDArray[np.float32],
     top_p_S: NDArray[np.float32],
     top_k_S: NDArray[np.int32],
     seeds_S: NDArray[np.uint64],
@@ -40,6 +41,8 @@ def sample(
             tokens_S[s] = _first_at(logits, top) if top > np.float32(-np.inf) else 0
             continue
         _weights(logits, top, temperature, weights)
+        if min_p_S[s] > np.float32(0.0):
+            _keep_min_p(weights, min(min_p_S[s], np.float32(1.0)))
         if 0 < top_k_S[s] < vocab_size:
             _keep_top_k(weights, top_k_S[s])
         if top_p_S[s] < np.float32(1.0):
@@ -91,6 +94,13 @@ def _weights(
     for i in range(weights.size):
         weight = exp((logits[i] - top) / temperature)
         weights[i] = weight if logits[i] > np.float32(-np.inf) else np.float32(0.0)
+
+
+@njit
+def _keep_min_p(weights: NDArray[np.float32], min_p: np.float32) -> None:
+    """Zero weights below min_p; the largest weight is 1, so a weight is a share of it."""
+    for i in range(weights.size):
+        weights[i] = weights[i] if weights[i] >= min_p else np.float32(0.0)
 
 
 @njit

@@ -22,6 +22,7 @@ def draw(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    min_p: float = 0.0,
     first_position: int = 0,
 ) -> NDArray[np.int64]:
     """Sample with the same settings for all rows, at successive positions."""
@@ -29,6 +30,7 @@ def draw(
     return sample(
         logits_SV,
         np.full(rows, temperature, np.float32),
+        np.full(rows, min_p, np.float32),
         np.full(rows, top_p, np.float32),
         np.full(rows, top_k, np.int32),
         np.full(rows, seed, np.uint64),
@@ -47,6 +49,7 @@ def test_matches_the_reference() -> None:
     logits = make_logits(400, 333).round(decimals=1)
     arguments = (
         rng.choice([0, 0.5, 1, 2], 400).astype(np.float32),
+        rng.choice([0, 0.01, 0.3, 1], 400).astype(np.float32),
         rng.choice([1, 0.95, 0.5, 0], 400).astype(np.float32),
         rng.choice([0, 1, 5, 50, 1000], 400).astype(np.int32),
         rng.integers(0, 2**64, 400, np.uint64),
@@ -110,14 +113,32 @@ def test_top_p_counts_what_top_k_left() -> None:
     assert {0, 1} == set(draw(logits, top_k=2, top_p=0.65).tolist())
 
 
+def test_min_p_keeps_what_is_likely_enough() -> None:
+    """Of .5, .3, .2 a share of 0.5 of the largest is reached by two, 1 by the largest alone."""
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(300, 3).contiguous()
+    assert {0, 1} == set(draw(logits, min_p=0.5).tolist())
+    assert {0} == set(draw(logits, min_p=1.0).tolist())
+    assert {0, 1, 2} == set(draw(logits, min_p=0.3).tolist())
+
+
+def test_top_p_counts_what_min_p_left() -> None:
+    """Without the last token the first has 0.625, so 0.6 is reached by it alone."""
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(300, 3).contiguous()
+    assert {0} == set(draw(logits, min_p=0.5, top_p=0.6).tolist())
+    assert {0, 1} == set(draw(logits, top_p=0.6).tolist())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0, 1e30, float("inf"), float("nan"), -1.0])
 @pytest.mark.parametrize("top_p", [0.0, 0.5, 1.0, float("nan")])
 @pytest.mark.parametrize("top_k", [-1, 0, 2, 100])
-def test_any_logits_give_a_token_in_range(temperature: float, top_p: float, top_k: int) -> None:
+@pytest.mark.parametrize("min_p", [0.0, 0.5, float("nan"), float("inf")])
+def test_any_logits_give_a_token_in_range(
+    temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
     """NaN and infinities in logits or settings never crash, and NaN is chosen only if all are."""
     special = torch.tensor([0.0, torch.nan, torch.inf, -torch.inf, 3e38])
     logits = torch.cartesian_prod(*[special] * 3)
-    tokens = draw(logits, temperature=temperature, top_p=top_p, top_k=top_k)
+    tokens = draw(logits, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     chosen = logits[torch.arange(len(tokens)), torch.from_numpy(tokens)]
     is_usable = (logits > -torch.inf).any(dim=1)
     assert bool((chosen[is_usable] > -torch.inf).all())
