@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ class Model:
     lm_head: PackedLinear
 
     def forward(self, batch: Batch, inputs: AttentionInputs, calls: ExpertCalls) -> Tensor:
-        """Logits of the rows to sample, float32 [P, V]; keys and values of all rows are written.
+        """Hidden states after the last layer, [T, H]; keys and values of all rows are written.
 
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy within its deadline.
@@ -53,5 +55,9 @@ class Model:
         for layer in self.layers:
             x_TH = x_TH + layer.attention(layer.input_norm(x_TH), inputs)
             x_TH = x_TH + layer.ffn(layer.post_attention_norm(x_TH), calls)
-        x_PH = self.norm(x_TH[batch.last_rows_P])
-        return linear(x_PH, self.lm_head, out_dtype=torch.float32)
+        return x_TH
+
+    def logits(self, x_TH: Tensor, rows_R: npt.NDArray[np.int64]) -> Tensor:
+        """Logits of some rows of hidden states, float32 [R, V]."""
+        x_RH = self.norm(x_TH[torch.from_numpy(rows_R).to(x_TH.device)])
+        return linear(x_RH, self.lm_head, out_dtype=torch.float32)

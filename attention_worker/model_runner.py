@@ -21,10 +21,11 @@ from attention_worker.batch import Batch, Schedule, make_batch
 from attention_worker.experts import ExpertClient
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.layers.ffn import ExpertCalls
+from attention_worker.logits_edits import NO_MASKS
 from attention_worker.model import Model
 from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.request_slots import RequestSlots
-from attention_worker.sampler import sample_tokens, sampled_messages
+from attention_worker.sampler import count_emitted, sample_tokens, sampled_messages
 from attention_worker.step_deltas import MalformedStepError, StepDeltas
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -33,7 +34,7 @@ from expertmesh.v1 import expert_service_pb2
 logger = logging.getLogger(__name__)
 
 LogitsObserver = Callable[[npt.NDArray[np.int64], Tensor], None]
-"""Takes request slots [P] and their logits, float32 [P, V]; must not keep or change them."""
+"""Takes request slots [R] and their logits, float32 [R, V]; must not keep or change them."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class RunnerLimits:
     """Longest time of one layer's call to the experts, in seconds."""
 
 
-def ignore_logits(slots_P: npt.NDArray[np.int64], logits_PV: Tensor) -> None:
+def ignore_logits(slots_R: npt.NDArray[np.int64], logits_RV: Tensor) -> None:
     """The observer that is there by default."""
 
 
@@ -107,8 +108,8 @@ class ModelRunner:
             return pb.StepResponse(status=pb.StepResponse.STATUS_DONE)
         self._experts.begin_step(step.step)
         batch = make_batch(schedule, self._slots, self.model.device)
-        logits_PV = self._forward(schedule, batch, calls)
-        response = self._sample_and_commit(schedule, batch, logits_PV)
+        x_TH = self._forward(schedule, batch, calls)
+        response = self._sample_and_commit(schedule, batch, x_TH)
         response.status = pb.StepResponse.STATUS_DONE
         return response
 
@@ -121,40 +122,49 @@ class ModelRunner:
         )
 
     def _forward(self, schedule: Schedule, batch: Batch, calls: ExpertCalls) -> Tensor:
-        """Logits of the batch's P sequences to sample, float32 [P, V]."""
+        """Hidden states of all rows after the last layer, [T, H]."""
         calls.num_generated_rows = batch.num_generated_rows
         inputs = self._state.prepare(schedule.slots_S, batch.sequence_of_row_T, batch.positions_T)
         with torch.inference_mode():
             return self.model.forward(batch, inputs, calls)
 
-    def _sample_and_commit(
-        self, schedule: Schedule, batch: Batch, logits_PV: Tensor
-    ) -> pb.StepResponse:
-        """Samples from finite logits; only the last lines change the state of requests."""
-        slots_P, positions_P = batch.sample_slots_P, batch.sample_positions_P
+    def _sample_and_commit(self, schedule: Schedule, batch: Batch, x_TH: Tensor) -> pb.StepResponse:
+        """Samples; only the last lines change the state of requests."""
+        rows = batch.sample
         response = pb.StepResponse()
-        if len(slots_P):
-            self.on_logits(slots_P, logits_PV)
-            finite_P = _finite_rows(logits_PV)
-            if not finite_P.all():
-                response.nonfinite_slots.extend(slots_P[~finite_P].tolist())
-                logits_PV = logits_PV[torch.from_numpy(finite_P).to(logits_PV.device)]
-                slots_P, positions_P = slots_P[finite_P], positions_P[finite_P]
-        if len(slots_P):
-            token_ids_P = sample_tokens(logits_PV, slots_P, positions_P, self._slots)
-            response.sampled.extend(sampled_messages(logits_PV, slots_P, token_ids_P, self._slots))
-            self._slots.commit_sampled(slots_P, token_ids_P)
-        self._slots.commit_computed(schedule.slots_S, schedule.num_tokens_S)
+        num_computed_S = schedule.num_tokens_S.copy()
+        if len(rows):
+            logits_RV = self._sample_logits(batch, x_TH)
+            usable_R = _finite_rows(logits_RV)
+            token_ids_R = sample_tokens(logits_RV, rows, self._slots, NO_MASKS)
+            emitted_P = count_emitted(rows, token_ids_R, usable_R, self._slots)
+            response.nonfinite_slots.extend(rows.slots_P[emitted_P == 0].tolist())
+            emitted_N = rows.leading(emitted_P)
+            response.sampled.extend(
+                sampled_messages(logits_RV, rows, token_ids_R, emitted_N, self._slots)
+            )
+            num_computed_S[schedule.sample_S] -= rows.num_rows_P - np.maximum(emitted_P, 1)
+            self._slots.commit_sampled(
+                rows.slots_R[emitted_N], rows.positions_R[emitted_N], token_ids_R[emitted_N]
+            )
+        self._slots.commit_computed(schedule.slots_S, num_computed_S)
         return response
 
+    def _sample_logits(self, batch: Batch, x_TH: Tensor) -> Tensor:
+        """Logits to sample from, float32 [R, V], on the host."""
+        with torch.inference_mode():
+            logits_RV = self.model.logits(x_TH, batch.sample_rows_R)
+        self.on_logits(batch.sample.slots_R, logits_RV)
+        return logits_RV.cpu()
 
-def _finite_rows(logits_PV: Tensor) -> npt.NDArray[np.bool_]:
-    """Which rows are free of NaN and infinities, [P]."""
-    sums_P = logits_PV.sum(dim=1).cpu().numpy()  # one pass; a NaN or infinity shows in the sum
-    finite_P: npt.NDArray[np.bool_] = np.isfinite(sums_P)
-    if not finite_P.all():  # a sum may overflow without them: look closer
-        finite_P = torch.isfinite(logits_PV).all(dim=1).cpu().numpy()
-    return finite_P
+
+def _finite_rows(logits_RV: Tensor) -> npt.NDArray[np.bool_]:
+    """Which rows are free of NaN and infinities, [R]."""
+    sums_R = logits_RV.sum(dim=1).numpy()  # one pass; a NaN or infinity shows in the sum
+    finite_R: npt.NDArray[np.bool_] = np.isfinite(sums_R)
+    if not finite_R.all():  # a sum may overflow without them: look closer
+        finite_R = torch.isfinite(logits_RV).all(dim=1).numpy()
+    return finite_R
 
 
 def _failed(message: str) -> pb.StepResponse:

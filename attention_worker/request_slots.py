@@ -7,27 +7,10 @@ Shape letters: S rows of these tables (request slots), L max_model_len.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
-NO_LOGPROBS = -1
-
-
-@dataclass(frozen=True)
-class SlotSampling:
-    """How tokens of one request are chosen."""
-
-    temperature: float
-    """0 means greedy."""
-    top_p: float
-    """0 < top_p <= 1."""
-    top_k: int
-    """0 means all."""
-    seed: int
-    """64-bit, unsigned."""
-    num_logprobs: int = NO_LOGPROBS
+from attention_worker.sampling_spec import SlotSampling
 
 
 class RequestSlots:
@@ -35,6 +18,7 @@ class RequestSlots:
 
     Tokens of a row are at [0, length); KV is committed for [0, num_computed), num_computed <=
     length. The tokens from `num_prompt` on are generated: that decides the token class of a row.
+    Beyond the length there may be drafts, at [length, length + num_drafts).
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -45,11 +29,18 @@ class RequestSlots:
         self.num_computed_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.num_prompt_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.in_use_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.num_drafts_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.admission_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        """Counts the requests of a slot: what was derived from an earlier one is void."""
+        self.sampling_S: list[SlotSampling] = [SlotSampling()] * num_slots
         self.temperature_S: npt.NDArray[np.float32] = np.zeros(num_slots, np.float32)
+        self.min_p_S: npt.NDArray[np.float32] = np.zeros(num_slots, np.float32)
         self.top_p_S: npt.NDArray[np.float32] = np.ones(num_slots, np.float32)
         self.top_k_S: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.seed_S: npt.NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
-        self.num_logprobs_S: npt.NDArray[np.int64] = np.full(num_slots, NO_LOGPROBS, np.int64)
+        self.num_logprobs_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.edits_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """Logits are changed before a token is chosen: `sampling_S` says how."""
 
     def add(
         self,
@@ -64,11 +55,16 @@ class RequestSlots:
         self.length_S[slot] = length
         self.num_computed_S[slot] = 0
         self.num_prompt_S[slot] = num_prompt_tokens
+        self.num_drafts_S[slot] = 0
+        self.admission_S[slot] += 1
+        self.sampling_S[slot] = sampling
         self.temperature_S[slot] = sampling.temperature
+        self.min_p_S[slot] = sampling.min_p
         self.top_p_S[slot] = sampling.top_p
         self.top_k_S[slot] = sampling.top_k
         self.seed_S[slot] = sampling.seed
         self.num_logprobs_S[slot] = sampling.num_logprobs
+        self.edits_S[slot] = sampling.edits
         self.in_use_S[slot] = True
 
     def holds_unstarted(
@@ -87,12 +83,14 @@ class RequestSlots:
         self.in_use_S[slot] = False
         self.length_S[slot] = 0
         self.num_computed_S[slot] = 0
+        self.num_drafts_S[slot] = 0
 
     def reset(self) -> None:
         """Frees all rows."""
         self.in_use_S[:] = False
         self.length_S[:] = 0
         self.num_computed_S[:] = 0
+        self.num_drafts_S[:] = 0
 
     def commit_computed(
         self, slots_S: npt.NDArray[np.int64], num_tokens_S: npt.NDArray[np.int64]
@@ -101,8 +99,12 @@ class RequestSlots:
         self.num_computed_S[slots_S] += num_tokens_S
 
     def commit_sampled(
-        self, slots_P: npt.NDArray[np.int64], token_ids_P: npt.NDArray[np.int64]
+        self,
+        slots_N: npt.NDArray[np.int64],
+        positions_N: npt.NDArray[np.int64],
+        token_ids_N: npt.NDArray[np.int64],
     ) -> None:
-        """Appends one token to each row. Slots must differ and have room."""
-        self.token_ids_SL[slots_P, self.length_S[slots_P]] = token_ids_P
-        self.length_S[slots_P] += 1
+        """Appends tokens; those of a row in order, from its length on. Drafts are void then."""
+        self.token_ids_SL[slots_N, positions_N] = token_ids_N
+        np.add.at(self.length_S, slots_N, 1)
+        self.num_drafts_S[slots_N] = 0

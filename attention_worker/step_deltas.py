@@ -14,14 +14,13 @@ offending entry was applied, so the gateway ends the requests of the step and fr
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 
 from attention_worker.batch import Schedule
 from attention_worker.model_states.paged_kv import PagedKvState
-from attention_worker.request_slots import NO_LOGPROBS, RequestSlots, SlotSampling
+from attention_worker.request_slots import RequestSlots
+from attention_worker.sampling_spec import SlotSampling, read_sampling
 from expertmesh.v1 import attention_service_pb2 as pb
 
 
@@ -137,7 +136,7 @@ class StepDeltas:
         return schedule
 
     def _check_ranges(self, schedule: Schedule) -> None:
-        """Work goes on where the last committed step ended, within the known tokens."""
+        """Work goes on where the last committed step ended, within known tokens and drafts."""
         slots_S = schedule.slots_S
         computed_S = self._slots.num_computed_S[slots_S]
         length_S = self._slots.length_S[slots_S]
@@ -151,19 +150,20 @@ class StepDeltas:
             schedule.starts_S,
             computed_S,
         )
+        known_S = length_S + schedule.sample_S * self._slots.num_drafts_S[slots_S]
         self._check(
-            schedule, end_S <= length_S, "tokens end at {}, but only {} are known", end_S, length_S
+            schedule, end_S <= known_S, "tokens end at {}, but only {} are known", end_S, known_S
         )
         self._check(
             schedule,
-            ~schedule.sample_S | (end_S == length_S),
+            ~schedule.sample_S | (end_S >= length_S),
             "samples after token {}, but {} tokens are known",
             end_S,
             length_S,
         )
         self._check(
             schedule,
-            ~schedule.sample_S | (length_S < limit),
+            ~schedule.sample_S | (end_S < limit),
             f"samples a token beyond max_model_len={limit}",
         )
 
@@ -201,22 +201,7 @@ class StepDeltas:
 
 
 def _sampling(slot: int, spec: pb.SamplingSpec, vocab_size: int) -> SlotSampling:
-    """Checked sampling parameters."""
-    if not (math.isfinite(spec.temperature) and spec.temperature >= 0):
-        raise MalformedStepError(
-            f"slot {slot}: temperature is {spec.temperature}, expected a finite number >= 0"
-        )
-    if not 0 <= spec.top_p <= 1:
-        raise MalformedStepError(f"slot {slot}: top_p is {spec.top_p}, expected 0 to 1")
-    num_logprobs = spec.num_logprobs if spec.HasField("num_logprobs") else NO_LOGPROBS
-    if num_logprobs > vocab_size:
-        raise MalformedStepError(
-            f"slot {slot}: num_logprobs is {num_logprobs}, expected at most {vocab_size}"
-        )
-    return SlotSampling(
-        temperature=spec.temperature,
-        top_p=spec.top_p or 1.0,
-        top_k=min(spec.top_k, vocab_size),
-        seed=spec.seed,
-        num_logprobs=num_logprobs,
-    )
+    try:
+        return read_sampling(spec, vocab_size)
+    except ValueError as error:
+        raise MalformedStepError(f"slot {slot}: {error}") from error

@@ -1,7 +1,8 @@
 """Compiles every kernel that a request will use, before there is a request.
 
 Numba compiles a kernel for the types of its first call; the steps below show it prompt rows,
-generated rows, greedy and seeded sampling, and log probabilities, in the model's dtype.
+generated rows, greedy and seeded sampling with every change to logits, and log probabilities, in
+the model's dtype.
 """
 
 from __future__ import annotations
@@ -72,7 +73,17 @@ def warm_up(model: Model, kv: PagedKvCache) -> None:
         return
     token_ids = np.zeros(num_tokens, "<i4").tobytes()
     greedy = pb.SamplingSpec(temperature=0.0, num_logprobs=1)
-    seeded = pb.SamplingSpec(temperature=1.0, top_p=0.9, top_k=4, seed=1)
+    seeded = pb.SamplingSpec(
+        temperature=1.0,
+        min_p=0.01,
+        top_p=0.9,
+        top_k=4,
+        seed=1,
+        presence_penalty=1.0,
+        logit_bias=[pb.LogitBias(token_id=0, bias=1.0)],
+        bad_words=[pb.TokenSequence(ids=[0])],
+        allowed_token_ids=range(min(4, model.config.vocab_size)),
+    )
     prompts = pb.StepRequest(step=0)
     decode = pb.StepRequest(step=1)
     for slot, sampling in enumerate((greedy, seeded)):

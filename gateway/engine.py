@@ -244,7 +244,7 @@ class Engine:
     def _execute(self, step: ScheduledStep) -> pb.StepResponse:
         timeout_s = self._settings.step_timeout_s
         limit_ms = max(1, int(timeout_s * _STEP_LIMIT_SHARE * 1000))
-        self._attention.send(step_message(step, limit_ms))
+        self._attention.send(step_message(step, limit_ms, self._eos_token_ids))
         response = self._attention.receive(timeout_s)
         if response.step != step.step:
             raise PeerError(f"attention worker answered step {response.step}, expected {step.step}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -10,12 +12,20 @@ from gateway.scheduler import SchedulerLimits
 from gateway.sequence import SamplingParams, TokenLogprobs
 
 
-def step_message(step: ScheduledStep, time_limit_ms: int) -> pb.StepRequest:
-    """A step for the attention worker."""
+def step_message(
+    step: ScheduledStep, time_limit_ms: int, eos_token_ids: Collection[int] = ()
+) -> pb.StepRequest:
+    """A step for the attention worker.
+
+    Args:
+        step: What the scheduler decided.
+        time_limit_ms: 0 for none.
+        eos_token_ids: Tokens that end an output, unless a request ignores them.
+    """
     return pb.StepRequest(
         step=step.step,
         freed_slots=step.freed_slots,
-        new_requests=[_new_request(opening) for opening in step.opened],
+        new_requests=[_new_request(opening, eos_token_ids) for opening in step.opened],
         scheduled=[_scheduled(entry) for entry in step.entries],
         time_limit_ms=time_limit_ms,
     )
@@ -40,22 +50,37 @@ def token_logprobs(token: pb.SampledToken) -> TokenLogprobs | None:
     return TokenLogprobs(token.token_id, token.logprob, top)
 
 
-def _new_request(opening: SlotOpening) -> pb.NewRequest:
+def _new_request(opening: SlotOpening, eos_token_ids: Collection[int]) -> pb.NewRequest:
     return pb.NewRequest(
         slot=opening.slot,
         token_ids=np.asarray(opening.token_ids, dtype="<i4").tobytes(),
         num_prompt_tokens=opening.num_prompt_tokens,
-        sampling=_sampling(opening.params),
+        sampling=_sampling(opening.params, eos_token_ids),
     )
 
 
-def _sampling(params: SamplingParams) -> pb.SamplingSpec:
+def _sampling(params: SamplingParams, eos_token_ids: Collection[int]) -> pb.SamplingSpec:
+    ends = set(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
     return pb.SamplingSpec(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         seed=params.seed,
         num_logprobs=params.num_logprobs,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=[
+            pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias
+        ],
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[pb.TokenSequence(ids=word) for word in params.bad_words],
+        min_tokens=params.min_tokens,
+        stop_token_ids=sorted(ends),
+        grammar=params.grammar,
+        num_prompt_logprobs=params.num_prompt_logprobs,
+        return_routed_experts=params.return_routed_experts,
     )
 
 
