@@ -44,7 +44,7 @@ class GrammarMasks:
     bits_NW: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty((0, 0), np.uint32))
     """As of `expertmesh_kernels.logits.token_bits`."""
     failures: tuple[tuple[int, str], ...] = ()
-    """Rows that can get no token, and why; those after them of the same slot can't either."""
+    """Rows that can get no token, and why."""
 
     def bits(self, row: int) -> npt.NDArray[np.uint32] | None:
         """The mask of a row, if it has one."""

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from attention_worker.batch import Batch, Schedule, make_batch
 from attention_worker.experts import ExpertClient
+from attention_worker.grammar import GrammarMasker, PendingMasks
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.layers.ffn import ExpertCalls
-from attention_worker.logits_edits import NO_MASKS
 from attention_worker.model import Model
 from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.request_slots import RequestSlots
-from attention_worker.sampler import count_emitted, sample_tokens, sampled_messages
+from attention_worker.sampler import choose_tokens
 from attention_worker.step_deltas import MalformedStepError, StepDeltas
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -57,11 +57,17 @@ class ModelRunner:
     """Executes steps of one model. The longest sequence is `model.max_model_len`."""
 
     def __init__(
-        self, model: Model, experts: ExpertClient, kv: PagedKvCache, limits: RunnerLimits
+        self,
+        model: Model,
+        experts: ExpertClient,
+        kv: PagedKvCache,
+        limits: RunnerLimits,
+        grammars: GrammarMasker,
     ) -> None:
         self.model = model
         self.kv = kv
         self.limits = limits
+        self.grammars = grammars
         self.on_logits: LogitsObserver = ignore_logits
         self._experts = experts
         self._slots = RequestSlots(limits.num_request_slots, model.max_model_len)
@@ -108,8 +114,9 @@ class ModelRunner:
             return pb.StepResponse(status=pb.StepResponse.STATUS_DONE)
         self._experts.begin_step(step.step)
         batch = make_batch(schedule, self._slots, self.model.device)
+        masks = self.grammars.start(batch.sample, self._slots)
         x_TH = self._forward(schedule, batch, calls)
-        response = self._sample_and_commit(schedule, batch, x_TH)
+        response = self._sample_and_commit(schedule, batch, x_TH, masks)
         response.status = pb.StepResponse.STATUS_DONE
         return response
 
@@ -128,25 +135,18 @@ class ModelRunner:
         with torch.inference_mode():
             return self.model.forward(batch, inputs, calls)
 
-    def _sample_and_commit(self, schedule: Schedule, batch: Batch, x_TH: Tensor) -> pb.StepResponse:
+    def _sample_and_commit(
+        self, schedule: Schedule, batch: Batch, x_TH: Tensor, masks: PendingMasks
+    ) -> pb.StepResponse:
         """Samples; only the last lines change the state of requests."""
-        rows = batch.sample
         response = pb.StepResponse()
         num_computed_S = schedule.num_tokens_S.copy()
-        if len(rows):
+        if len(batch.sample):
             logits_RV = self._sample_logits(batch, x_TH)
-            usable_R = _finite_rows(logits_RV)
-            token_ids_R = sample_tokens(logits_RV, rows, self._slots, NO_MASKS)
-            emitted_P = count_emitted(rows, token_ids_R, usable_R, self._slots)
-            response.nonfinite_slots.extend(rows.slots_P[emitted_P == 0].tolist())
-            emitted_N = rows.leading(emitted_P)
-            response.sampled.extend(
-                sampled_messages(logits_RV, rows, token_ids_R, emitted_N, self._slots)
-            )
-            num_computed_S[schedule.sample_S] -= rows.num_rows_P - np.maximum(emitted_P, 1)
-            self._slots.commit_sampled(
-                rows.slots_R[emitted_N], rows.positions_R[emitted_N], token_ids_R[emitted_N]
-            )
+            tokens = choose_tokens(logits_RV, batch.sample, self._slots, masks.result())
+            tokens.report(response, logits_RV, self._slots)
+            num_computed_S[schedule.sample_S] -= tokens.num_rejected_P
+            tokens.commit(self._slots)
         self._slots.commit_computed(schedule.slots_S, num_computed_S)
         return response
 
@@ -156,15 +156,6 @@ class ModelRunner:
             logits_RV = self.model.logits(x_TH, batch.sample_rows_R)
         self.on_logits(batch.sample.slots_R, logits_RV)
         return logits_RV.cpu()
-
-
-def _finite_rows(logits_RV: Tensor) -> npt.NDArray[np.bool_]:
-    """Which rows are free of NaN and infinities, [R]."""
-    sums_R = logits_RV.sum(dim=1).numpy()  # one pass; a NaN or infinity shows in the sum
-    finite_R: npt.NDArray[np.bool_] = np.isfinite(sums_R)
-    if not finite_R.all():  # a sum may overflow without them: look closer
-        finite_R = torch.isfinite(logits_RV).all(dim=1).numpy()
-    return finite_R
 
 
 def _failed(message: str) -> pb.StepResponse:

@@ -41,6 +41,7 @@ class RequestSlots:
         self.num_logprobs_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.edits_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Logits are changed before a token is chosen: `sampling_S` says how."""
+        self.grammar_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
 
     def add(
         self,
@@ -65,6 +66,7 @@ class RequestSlots:
         self.seed_S[slot] = sampling.seed
         self.num_logprobs_S[slot] = sampling.num_logprobs
         self.edits_S[slot] = sampling.edits
+        self.grammar_S[slot] = bool(sampling.grammar)
         self.in_use_S[slot] = True
 
     def holds_unstarted(

@@ -6,6 +6,8 @@ on the batch, on chunks, on preemption or on retries, and there is no generator 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,6 +19,70 @@ from attention_worker.request_slots import RequestSlots
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh_kernels.host import as_array
 from expertmesh_kernels.sampling import sample, top_logprobs
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """What was sampled from the rows of a step, and what of it counts."""
+
+    rows: SampleRows
+    token_ids_R: npt.NDArray[np.int64]
+    num_emitted_P: npt.NDArray[np.int64]
+    """Leading rows of each sequence that give a token; 0 if something is wrong with the first."""
+    finite_R: npt.NDArray[np.bool_]
+    failures: tuple[tuple[int, str], ...]
+    """Rows whose grammar failed."""
+
+    @property
+    def num_rejected_P(self) -> npt.NDArray[np.int64]:
+        """Drafts of each sequence that were not what was sampled."""
+        return self.rows.num_rows_P - np.maximum(self.num_emitted_P, 1)
+
+    def report(self, response: pb.StepResponse, logits_RV: Tensor, slots: RequestSlots) -> None:
+        """Adds tokens and failed requests."""
+        emitted_N = self.rows.leading(self.num_emitted_P)
+        response.sampled.extend(
+            sampled_messages(logits_RV, self.rows, self.token_ids_R, emitted_N, slots)
+        )
+        nonfinite_P = (self.num_emitted_P == 0) & ~self.finite_R[self.rows.first_P]
+        response.nonfinite_slots.extend(self.rows.slots_P[nonfinite_P].tolist())
+        first_rows = set(self.rows.first_P[~nonfinite_P].tolist())
+        response.failures.extend(
+            pb.SlotFailure(slot=int(self.rows.slots_R[row]), message=message)
+            for row, message in self.failures
+            if row in first_rows
+        )
+        num_drafts = len(self.rows) - len(self.rows.first_P)
+        response.num_drafts_verified = num_drafts
+        response.num_drafts_accepted = num_drafts - int(self.num_rejected_P.sum())
+
+    def commit(self, slots: RequestSlots) -> None:
+        """Appends the tokens to their requests."""
+        emitted_N = self.rows.leading(self.num_emitted_P)
+        slots.commit_sampled(
+            self.rows.slots_R[emitted_N],
+            self.rows.positions_R[emitted_N],
+            self.token_ids_R[emitted_N],
+        )
+
+
+def choose_tokens(
+    logits_RV: Tensor, rows: SampleRows, slots: RequestSlots, masks: GrammarMasks
+) -> ChosenTokens:
+    """Samples from every row, and counts the tokens that one row per step would give.
+
+    Args:
+        logits_RV: float32, on the host; not changed.
+        rows: At least one.
+        slots: Know how, and hold tokens and drafts; not changed.
+        masks: Of requests with grammars.
+    """
+    token_ids_R = sample_tokens(logits_RV, rows, slots, masks)
+    finite_R = _finite_rows(logits_RV)
+    usable_R = finite_R.copy()
+    usable_R[[row for row, _ in masks.failures]] = False
+    num_emitted_P = count_emitted(rows, token_ids_R, usable_R, slots)
+    return ChosenTokens(rows, token_ids_R, num_emitted_P, finite_R, masks.failures)
 
 
 def sample_tokens(
@@ -112,3 +178,12 @@ def _add_logprobs(
                 top_ids[index, :num].tolist(), top_values[index, :num].tolist(), strict=True
             )
         )
+
+
+def _finite_rows(logits_RV: Tensor) -> npt.NDArray[np.bool_]:
+    """Which rows are free of NaN and infinities, [R]."""
+    sums_R = logits_RV.sum(dim=1).numpy()  # one pass; a NaN or infinity shows in the sum
+    finite_R: npt.NDArray[np.bool_] = np.isfinite(sums_R)
+    if not finite_R.all():  # a sum may overflow without them: look closer
+        finite_R = torch.isfinite(logits_RV).all(dim=1).numpy()
+    return finite_R

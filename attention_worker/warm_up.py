@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_worker.experts import Pending
+from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.model import Model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
@@ -67,7 +68,9 @@ def warm_up(model: Model, kv: PagedKvCache) -> None:
         RuntimeError: A step fails, so no request could be served either.
     """
     experts = _ZeroExperts(model.config.num_experts)
-    runner = ModelRunner(model, experts, kv, RunnerLimits(num_request_slots=2, max_step_tokens=8))
+    limits = RunnerLimits(num_request_slots=2, max_step_tokens=8)
+    no_grammars = GrammarMasker(None, (), model.config.vocab_size)
+    runner = ModelRunner(model, experts, kv, limits, no_grammars)
     num_tokens = min(2, model.max_model_len - 2)
     if num_tokens < 1 or kv.num_blocks < 2 or kv.block_size < num_tokens + 2:
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from attention_worker.experts import LocalExperts, RemoteExperts
+from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import (
     KvPoolSettings,
     PagedKvCache,
@@ -43,6 +44,7 @@ class AttentionWorker:
 
     server: AttentionServer
     experts: LocalExperts | RemoteExperts
+    grammars: GrammarMasker
     description: pb.DescribeResponse
 
     def stop(self, grace_s: float) -> None:
@@ -50,6 +52,7 @@ class AttentionWorker:
         if not self.server.stop(grace_s):
             logger.warning("a step was still running after %.1f s", grace_s)
         self.experts.close()
+        self.grammars.close()
 
 
 def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
@@ -73,13 +76,15 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     experts, map_user = _experts(settings, checkpoint, dtype_name)
     kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
     warm_up(model, kv)
-    runner = ModelRunner(model, experts, kv, _limits(settings))
+    grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
+    runner = ModelRunner(model, experts, kv, _limits(settings), grammars)
     description = _description(settings, checkpoint, runner, dtype_name)
     description.numerics_fingerprint = fingerprint
     servicer = AttentionServicer(description, runner, map_user)
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection needs to look at it again
-    return AttentionWorker(AttentionServer(servicer, settings.socket_path), experts, description)
+    server = AttentionServer(servicer, settings.socket_path)
+    return AttentionWorker(server, experts, grammars, description)
 
 
 def _self_test() -> bytes:

@@ -186,6 +186,14 @@ class SlotDrafts(_message.Message):
     num_drafts: int
     def __init__(self, slot: _Optional[int] = ..., num_drafts: _Optional[int] = ...) -> None: ...
 
+class SlotFailure(_message.Message):
+    __slots__ = ("slot", "message")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    message: str
+    def __init__(self, slot: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
 class SampledToken(_message.Message):
     __slots__ = ("slot", "token_id", "logprob", "top_logprobs")
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -211,7 +219,7 @@ class RunResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted")
+    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted", "failures")
     class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATUS_UNSPECIFIED: _ClassVar[StepResponse.Status]
@@ -237,6 +245,7 @@ class StepResponse(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     step: int
     status: StepResponse.Status
     sampled: _containers.RepeatedCompositeFieldContainer[SampledToken]
@@ -250,7 +259,8 @@ class StepResponse(_message.Message):
     drafts: _containers.RepeatedCompositeFieldContainer[SlotDrafts]
     num_drafts_verified: int
     num_drafts_accepted: int
-    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ...) -> None: ...
+    failures: _containers.RepeatedCompositeFieldContainer[SlotFailure]
+    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[SlotFailure, _Mapping]]] = ...) -> None: ...
 
 class ExpertMapWorker(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation", "layers", "row_credits")

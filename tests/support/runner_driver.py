@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attention_worker.experts import ExpertClient, LocalExperts
+from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.loader import load_model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
@@ -55,6 +56,9 @@ def make_runner(
         experts or local_experts(checkpoint, dtype),
         PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, cpu),
         RunnerLimits(num_request_slots=num_slots, max_step_tokens=1024),
+        GrammarMasker(
+            checkpoint.tokenizer_path, checkpoint.config.eos_token_ids, model.config.vocab_size
+        ),
     )
 
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from attention_worker.experts import ExpertClient, Pending
 from attention_worker.model_runner import ModelRunner
 from attention_worker.warm_up import warm_up
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import attention_service_pb2 as pb
-from expertmesh_kernels.router import Routing
+from tests.support.flaky_experts import FlakyExperts
 from tests.support.oracle import prompts
 from tests.support.runner_driver import DrivenRequest, RunnerDriver, local_experts, make_runner
 from tests.support.tiny_checkpoints import LLAMA, MIXTRAL
@@ -28,36 +26,6 @@ DONE = pb.StepResponse.STATUS_DONE
 PAUSED = pb.StepResponse.STATUS_PAUSED
 FAILED = pb.StepResponse.STATUS_FAILED
 PROMPT = prompts(MIXTRAL.vocab_size, [21])[0]
-
-
-class FlakyExperts:
-    """Experts of this process that are gone for chosen layers."""
-
-    def __init__(self, inner: ExpertClient) -> None:
-        self.inner = inner
-        self.error: Exception | None = None
-        self.layer = 1
-        self.num_generated_rows: list[int] = []
-        self.deadlines_s: list[float] = []
-
-    def begin_step(self, step: int) -> None:
-        """Passed on."""
-        self.inner.begin_step(step)
-
-    def dispatch(
-        self,
-        layer: int,
-        h_TH: Tensor,
-        routing: Routing,
-        num_generated_rows: int,
-        deadline_s: float,
-    ) -> Pending:
-        """Raises the error that is set, else passes on."""
-        if self.error is not None and layer == self.layer:
-            raise self.error
-        self.num_generated_rows.append(num_generated_rows)
-        self.deadlines_s.append(deadline_s)
-        return self.inner.dispatch(layer, h_TH, routing, num_generated_rows, deadline_s)
 
 
 @pytest.fixture
