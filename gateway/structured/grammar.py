@@ -11,17 +11,24 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from expertmesh.errors import RequestError
 from gateway.service import GenerationFrontend
 from gateway.structured.constraint import Constraint, Kind
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 _TIMEOUT_S = 10.0
 """Far longer than the most complex grammar that is accepted takes."""
 _MAX_REASON_LEN = 300
-_WHITESPACE = r"( |\n[ \t]{0,32})?"
-"""Between the parts of JSON: enough for every usual layout, and an end for a model that would
-write spaces for ever."""
+JSON_OPTIONS: Final[JsonCompileOptions] = {
+    "whitespace_pattern": r"( |\n[ \t]{0,32})?",
+    "lenient": False,
+}
+"""Whitespace between the parts of JSON is enough for every usual layout, but bounded: a weak model
+would write it for ever. What a schema says is obeyed or refused, never ignored."""
 
 
 async def compile_constraint(frontend: GenerationFrontend, constraint: Constraint | None) -> str:
@@ -72,9 +79,7 @@ def make_grammar(constraint: Constraint) -> str:
 def _of_schema(constraint: Constraint) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(
-        constraint.source, overrides={"whitespace_pattern": _WHITESPACE, "lenient": False}
-    )
+    return LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
 
 
 def _of_regex(constraint: Constraint) -> str:

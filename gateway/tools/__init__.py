@@ -1,0 +1,1 @@
+"""Tool calls: what clients offer, how models are told of it, and what models answer."""
