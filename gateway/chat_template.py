@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,11 +27,14 @@ from gateway.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages; "developer" is another word for "system"."""
 
-Message = dict[str, str]
-"""A message for the template: role and content."""
+Message = dict[str, Any]
+"""A message for the template: role and content; "tool_calls" of an assistant; "tool_call_id" and
+"name" of a result. Keys are the template's, all texts are a client's."""
+Tools = Sequence[dict[str, Any]] | None
+"""Definitions of tools for the template."""
 
 
 class ChatTemplate:
@@ -47,12 +50,13 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.source = source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"not a valid chat template: {error}") from error
         tokens = tokenizer.special_tokens
-        self._special_texts = tuple(token.content for token in tokens)
+        self.special_texts = tuple(token.content for token in tokens)
         self._border = _border_pattern(tokens)
 
     @classmethod
@@ -70,49 +74,71 @@ class ChatTemplate:
         except ValueError as error:
             raise CheckpointError(f"weights: {model_dir}: {error}") from error
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> str:
         """The prompt's text, ending where the answer begins.
 
         Raises:
             RequestError: The template refuses the conversation.
             EngineError: The template fails.
         """
-        variables = {
-            role: self._tokenizer.special_token(role)
-            for role in ("bos_token", "eos_token", "unk_token", "pad_token")
-        }
         try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **variables,
-            )
+            return self._render(messages, tools)
         except _RefusedError as error:
             raise RequestError(f"messages: {str(error)[:200]}", param="messages") from error
         except Exception as error:
             _log.exception("the chat template of the model failed")
             raise EngineError("the chat template of the model failed") from error
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def try_render(self, messages: Sequence[Message], tools: Tools = None) -> str | None:
+        """The prompt's text; None if the template does not like the conversation."""
+        try:
+            return self._render(messages, tools)
+        except Exception as error:  # whatever code of a model folder may raise
+            _log.debug("the chat template does not take a conversation: %r", error)
+            return None
+
+    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
+        variables = {
+            role: self._tokenizer.special_token(role)
+            for role in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
+        return self._template.render(
+            messages=list(messages),
+            add_generation_prompt=True,
+            tools=None if tools is None else list(tools),
+            documents=None,
+            **variables,
+        )
+
+    def encode(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Token ids of the prompt. Raises as `render` does."""
-        contents = [message["content"] for message in messages]
-        if not any(self._spells_special(content) for content in contents):
-            return self._tokenizer.encode(self.render(messages), add_special_tokens=False)
-        mark = _unused_letter(contents)
-        marked = [
-            {**message, "content": self._mark_specials(message["content"], mark)}
+        typed = list(texts_in([messages, tools]))
+        if not any(self._spells_special(text) for text in typed):
+            return self._tokenizer.encode(self.render(messages, tools), add_special_tokens=False)
+        mark = _unused_letter(typed)
+        marked_messages = [
+            {key: self._marked(value, mark) for key, value in message.items()}
             for message in messages
         ]
-        return self._encode_marked(self.render(marked), mark)
+        marked_tools = None if tools is None else [self._marked(tool, mark) for tool in tools]
+        return self._encode_marked(self.render(marked_messages, marked_tools), mark)
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        """A value with the mark in each of its texts, as `_mark_specials` puts it."""
+        if isinstance(value, str):
+            return self._mark_specials(value, mark)
+        if isinstance(value, dict):
+            return {
+                self._marked(key, mark): self._marked(item, mark) for key, item in value.items()
+            }
+        return [self._marked(item, mark) for item in value] if isinstance(value, list) else value
 
     def _spells_special(self, content: str) -> bool:
         return any(True for _ in self._special_positions(content))
 
     def _special_positions(self, content: str) -> Iterable[int]:
         """Where a special token starts in a message, also one that its end only begins."""
-        for text in self._special_texts:
+        for text in self.special_texts:
             start = content.find(text)
             while start >= 0:
                 yield start
@@ -174,9 +200,33 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a nested value, keys of objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from texts_in(list(value))
+        yield from texts_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_in(item)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """jinja2's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
@@ -34,6 +35,7 @@ from gateway.sequence import (
     Sink,
 )
 from gateway.tokenizer import Tokenizer
+from gateway.tools.tool_format import ToolFormat
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,6 +67,11 @@ class ServedModel:
     def bounds(self) -> ModelBounds:
         """What the model allows in a request."""
         return ModelBounds(self.config.vocab_size, self.max_model_len, self.tokenizer)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model is told of tools and calls them."""
+        return ToolFormat(self.chat_template)
 
     @property
     def system_fingerprint(self) -> str:

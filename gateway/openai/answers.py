@@ -193,13 +193,13 @@ class ChatAnswer(Answer):
     def _delta_choices(self, index: int, output: RequestOutput, first: bool) -> list[Json]:
         choices = []
         if first:
-            choices.append(_delta_choice(index, {"role": "assistant", "content": ""}))
+            choices.append(delta_choice(index, {"role": "assistant", "content": ""}))
         if output.text or (output.token_ids and self.options.every_token):
-            content = _delta_choice(index, {"content": output.text})
+            content = delta_choice(index, {"content": output.text})
             content["logprobs"] = self._logprobs(output)
             choices.append({**content, **self._token_ids(output)})
         if output.finish_reason is not None:
-            last = _delta_choice(index, {})
+            last = delta_choice(index, {})
             last["finish_reason"] = output.finish_reason
             choices.append(
                 {**last, "stop_reason": output.stop_reason, **self._routed_experts(output)}
@@ -224,5 +224,6 @@ class ChatAnswer(Answer):
         return chat_logprobs(self.model.tokenizer, output.logprobs, as_ids=as_ids)
 
 
-def _delta_choice(index: int, delta: Json) -> Json:
+def delta_choice(index: int, delta: Json) -> Json:
+    """A choice of a chunk."""
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -12,14 +12,13 @@ from expertmesh.errors import RequestError
 from gateway.generation_options import OutputLimit, choice_params, sampling_params
 from gateway.openai.answers import Answer, AnswerOptions, ChatAnswer
 from gateway.openai.body import read_json
+from gateway.openai.chat_call import ChatCall, prepare_chat
 from gateway.openai.completion_answer import CompletionAnswer
 from gateway.openai.errors import AbortedError, api_error
 from gateway.openai.event_stream import EventStream
 from gateway.openai.logprobs import Json
 from gateway.openai.prompts import (
     PromptOptions,
-    check_together,
-    encode_chat,
     encode_prompts,
     truncation_of,
 )
@@ -27,9 +26,9 @@ from gateway.openai.schema import (
     CommonRequest,
     CompletionRequest,
     check_model,
-    parse_chat,
     parse_completion,
 )
+from gateway.openai.tool_answer import ToolChatAnswer
 from gateway.option_checks import bad_word_ids, check_min_tokens, check_options
 from gateway.sequence import FinishReason, RequestOutput
 from gateway.service import (
@@ -74,24 +73,11 @@ class OpenAiHandlers:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
-        fields = await read_json(request, self._frontend)
-        body = parse_chat(fields, self._model)
-        check_options(body, self._model.bounds)
-        replaced = body.max_completion_tokens is not None
-        limit = OutputLimit(
-            requested=body.max_completion_tokens if replaced else body.max_tokens,
-            default=None,
-            param="max_completion_tokens" if replaced else "max_tokens",
-            prompt_param="messages",
-        )
-        truncation = truncation_of(body, self._model, limit.requested)
-        prompt = await encode_chat(self._frontend, body.messages, truncation=truncation)
-        most = self._frontend.limits.max_prompt_tokens
-        check_together([prompt], body.n or 1, most, "messages")
+        call = await prepare_chat(self._frontend, await read_json(request, self._frontend))
+        body = call.body
         options = answer_options(body, (body.top_logprobs or 0) if body.logprobs else None)
-        answer = ChatAnswer(_answer_id("chatcmpl-", body), self._model, [prompt], options)
-        grammar = await compile_constraint(self._frontend, parse_constraint(fields))
-        return await self._generate(request, body, answer, limit, grammar)
+        answer = _chat_answer(_answer_id("chatcmpl-", body), call, options)
+        return await self._generate(request, body, answer, call.limit, call.grammar)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -154,6 +140,12 @@ class OpenAiHandlers:
             await events.fail(api_error(error, request[REQUEST_ID]))
         await events.finish()
         return events.response
+
+
+def _chat_answer(answer_id: str, call: ChatCall, options: AnswerOptions) -> ChatAnswer:
+    if call.tools.offered:
+        return ToolChatAnswer(answer_id, call.model, [call.prompt], options, call.reader)
+    return ChatAnswer(answer_id, call.model, [call.prompt], options)
 
 
 def _answer_id(prefix: str, body: CommonRequest) -> str:

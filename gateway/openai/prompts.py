@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from expertmesh.errors import ContextLengthError, RequestError, UnsupportedError
-from gateway.chat_template import ROLES, Message
+from expertmesh.errors import ContextLengthError, RequestError
+from gateway.chat_template import texts_in
 from gateway.generation_options import check_token_ids, shown
-from gateway.openai.schema import ChatMessage, CommonRequest, ContentPart
+from gateway.openai.conversation import conversation_of
+from gateway.openai.schema import ChatMessage, CommonRequest
 from gateway.service import GenerationFrontend, ServedModel
+from gateway.tools.definitions import Tool
 
 T = TypeVar("T")
 TokenIds = tuple[int, ...]
@@ -95,6 +97,7 @@ async def encode_chat(
     param: str = "messages",
     *,
     truncation: Truncation = _KEEP_ALL,
+    tools: Sequence[Tool] = (),
 ) -> TokenIds:
     """Token ids of a conversation.
 
@@ -103,6 +106,7 @@ async def encode_chat(
         messages: The conversation.
         param: Path of the parameter, for errors.
         truncation: How to cut what is too long.
+        tools: What the model is told of.
 
     Raises:
         RequestError: A message is not usable; names its index.
@@ -115,11 +119,13 @@ async def encode_chat(
             param=param,
             code="unsupported_by_model",
         )
-    conversation = [_message(message, f"{param}.{i}") for i, message in enumerate(messages)]
-    size = sum(len(message["content"]) for message in conversation)
+    conversation = conversation_of(messages, param)
+    conversation, definitions = model.tool_format.prepare(conversation, tools)
+    size = sum(map(len, texts_in([conversation, definitions])))
     if truncation.num_tokens is None:
         check_text_len(model, size, param)
-    ids = await _encode(frontend, size, model.chat_template.encode, conversation)
+    encode = partial(model.chat_template.encode, tools=definitions)
+    ids = await _encode(frontend, size, encode, conversation)
     return truncation.cut(_usable(ids, model, param))
 
 
@@ -284,35 +290,3 @@ def check_text_len(model: ServedModel, size: int, param: str) -> None:
             f"characters, has at least {-(-size // longest)}",
             param=param,
         )
-
-
-def _message(message: ChatMessage, param: str) -> Message:
-    """A message as the chat template sees it."""
-    if message.role in ("tool", "function"):
-        raise UnsupportedError(f"{param}.role: tools are not supported", param=f"{param}.role")
-    if message.role not in ROLES:
-        raise RequestError(
-            f"{param}.role is {shown(message.role)}; expected one of {', '.join(ROLES)}",
-            param=f"{param}.role",
-        )
-    if message.tool_calls:
-        param = f"{param}.tool_calls"
-        raise UnsupportedError(f"{param}: tools are not supported", param=param)
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": _content(message.content, f"{param}.content")}
-
-
-def _content(content: str | list[ContentPart] | None, param: str) -> str:
-    """Text of a message; parts are joined by line ends."""
-    if content is None:
-        raise RequestError(f"{param} is null; expected a string or an array of parts", param=param)
-    if isinstance(content, str):
-        return content
-    for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise RequestError(
-                f"{param}.{index} has the type {shown(part.type)}; expected text",
-                param=f"{param}.{index}",
-                code="unsupported_content_type",
-            )
-    return "\n".join(part.text or "" for part in content)

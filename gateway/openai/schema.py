@@ -79,6 +79,10 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     tool_calls: Any = None
+    """Of an assistant: the calls that it made."""
+    tool_call_id: str | None = None
+    """Of a tool: the call that this is the result of."""
+    name: str | None = None
 
 
 class ChatRequest(CommonRequest, kw_only=True):
@@ -137,9 +141,6 @@ _NEUTRAL_IN_CHAT: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": (),
-    "parallel_tool_calls": (True, False),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
 }
 
 

@@ -138,16 +138,35 @@ class MarkedReader(LetterReader):
         super().__init__(names, writer)
         self._start_marker = start
         self._marker = StopStrings((start,))
+        self._num_held = 0
+        """Letters of what may be the marker."""
         self._scanner: _Scanner | None = None
+
+    def push(self, text: str) -> list[Event]:
+        """As for every reader; content up to the next letter that may begin a call is not looked
+        at."""
+        position = 0
+        while position < len(text):
+            if self._next == self._start and self._num_held == 0:
+                begin = text.find(self._start_marker[0], position)
+                begin = len(text) if begin < 0 else begin
+                self._writer.text(text[position:begin])
+                position = begin
+            for letter in text[position : position + 1]:
+                self._next(letter)
+            position += 1
+        return self._writer.take()
 
     def _start(self, letter: str) -> None:
         update = self._marker.push(letter)
+        self._num_held += len(letter) - len(update.text)
         self._writer.text(update.text)
         if update.stop_reason is not None:
             self._enter_body()
 
     def _enter_content(self) -> None:
         self._marker = StopStrings((self._start_marker,))
+        self._num_held = 0
         self._next = self._start
 
     def _enter_body(self) -> None:

@@ -196,8 +196,7 @@ def unsupported() -> Iterator[BadRequest]:
     }.items():
         yield _completion(f"unsupported {param}", "unsupported_parameter", param, **{param: value})
     for param, value in {
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "tool_choice": "required",
+        "functions": [{"name": "f"}],
         "chat_template": "{{ 1 }}",
         "echo": True,
         "add_special_tokens": True,

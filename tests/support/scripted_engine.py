@@ -107,6 +107,8 @@ class ScriptedEngine:
     """Raised by submit."""
     refuse_from: int = 0
     """The first so many requests are taken nevertheless."""
+    context: int = CONTEXT
+    """Most tokens of prompt and output together."""
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     load: EngineStats = field(default_factory=EngineStats)
@@ -147,7 +149,7 @@ class ScriptedEngine:
         for token_id in ids:
             state.token_ids.append(token_id)
             logprobs = _logprobs(token_id, request.params.num_logprobs)
-            output = stream.push(logprobs, CONTEXT)
+            output = stream.push(logprobs, self.context)
             found.append(replace(output, num_cached_tokens=self.num_cached))
             if output.finish_reason is not None:
                 break
@@ -220,10 +222,11 @@ async def scripted_gateway(
     limits: ApiLimits | None = None,
     mesh: MeshStatus | None = None,
     add_routes: Callable[[web.Application], None] | None = None,
+    model: ServedModel | None = None,
 ) -> AsyncIterator[Gateway]:
     """Starts the server on a free port and stops it."""
-    model = served_model(tokenizer=tokenizer)
-    engine = ScriptedEngine(model.tokenizer)
+    model = model or served_model(tokenizer=tokenizer)
+    engine = ScriptedEngine(model.tokenizer, context=model.max_model_len)
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry, model.name)
     limits = limits or ApiLimits()

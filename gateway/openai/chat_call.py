@@ -1,0 +1,81 @@
+"""A chat request made ready for the engine; every endpoint that is a chat starts here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertmesh.errors import RequestError
+from gateway.generation_options import OutputLimit
+from gateway.openai.prompts import TokenIds, check_together, encode_chat, truncation_of
+from gateway.openai.schema import ChatRequest, parse_chat
+from gateway.option_checks import check_options
+from gateway.service import GenerationFrontend, ServedModel
+from gateway.structured.constraint import Constraint, parse_constraint
+from gateway.structured.grammar import compile_constraint
+from gateway.tools.constraints import tool_constraint
+from gateway.tools.definitions import Choice, ToolUse, parse_tool_use
+from gateway.tools.readers import Reader
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A checked request, its prompt and its grammar."""
+
+    model: ServedModel
+    body: ChatRequest
+    tools: ToolUse
+    prompt: TokenIds
+    limit: OutputLimit
+    grammar: str
+
+    def reader(self) -> Reader:
+        """Finds the tool calls of one answer."""
+        return self.model.tool_format.reader(self.tools)
+
+
+async def prepare_chat(frontend: GenerationFrontend, fields: Mapping[str, object]) -> ChatCall:
+    """Checks a request, encodes its prompt and compiles its grammar.
+
+    Args:
+        frontend: Has the model.
+        fields: Body of a chat request.
+
+    Raises:
+        RequestError: Names the parameter that is wrong.
+    """
+    model = frontend.model
+    body = parse_chat(fields, model)
+    check_options(body, model.bounds)
+    tools = parse_tool_use(fields)
+    constraint = _constraint(fields, tools)
+    limit = _limit(body)
+    truncation = truncation_of(body, model, limit.requested)
+    prompt = await encode_chat(frontend, body.messages, truncation=truncation, tools=tools.offered)
+    check_together([prompt], body.n or 1, frontend.limits.max_prompt_tokens, "messages")
+    if tools.choice is Choice.AUTO and model.tool_format.needs_special_tokens:
+        body.skip_special_tokens = False
+    grammar = await compile_constraint(frontend, constraint)
+    return ChatCall(model, body, tools, prompt, limit, grammar)
+
+
+def _limit(body: ChatRequest) -> OutputLimit:
+    replaced = body.max_completion_tokens is not None
+    return OutputLimit(
+        requested=body.max_completion_tokens if replaced else body.max_tokens,
+        default=None,
+        param="max_completion_tokens" if replaced else "max_tokens",
+        prompt_param="messages",
+    )
+
+
+def _constraint(fields: Mapping[str, object], tools: ToolUse) -> Constraint | None:
+    """What the output must match: calls that must be made come before a format of the content."""
+    constraint = parse_constraint(fields)
+    if constraint is not None and tools.choice is Choice.AUTO:
+        raise RequestError(
+            f"{constraint.param} and tools that the model may choose exclude each other; leave one "
+            "out, or let tool_choice be none, required or a tool",
+            param=constraint.param,
+        )
+    return tool_constraint(tools) or constraint
