@@ -24,7 +24,9 @@ from attention_worker.kv_cache import PagedKvCache
 from attention_worker.layers.ffn import ExpertCalls
 from attention_worker.model import Model
 from attention_worker.model_states.paged_kv import PagedKvState
+from attention_worker.prompt_logprobs import prompt_logprobs
 from attention_worker.request_slots import RequestSlots
+from attention_worker.routed_experts import routing_recorder
 from attention_worker.sampler import choose_tokens
 from attention_worker.step_deltas import MalformedStepError, StepDeltas
 from expertmesh.errors import ExpertUnavailableError
@@ -114,9 +116,14 @@ class ModelRunner:
             return pb.StepResponse(status=pb.StepResponse.STATUS_DONE)
         self._experts.begin_step(step.step)
         batch = make_batch(schedule, self._slots, self.model.device)
+        calls.recorder = routing_recorder(schedule, batch, self._slots)
         masks = self.grammars.start(batch.sample, self._slots)
         x_TH = self._forward(schedule, batch, calls)
-        response = self._sample_and_commit(schedule, batch, x_TH, masks)
+        response = pb.StepResponse(
+            prompt_logprobs=prompt_logprobs(self.model, x_TH, schedule, batch, self._slots)
+        )
+        num_computed_S = self._sample_and_commit(schedule, batch, x_TH, masks, response)
+        response.routed_experts.extend(calls.recorder.messages(num_computed_S))
         response.status = pb.StepResponse.STATUS_DONE
         return response
 
@@ -136,10 +143,18 @@ class ModelRunner:
             return self.model.forward(batch, inputs, calls)
 
     def _sample_and_commit(
-        self, schedule: Schedule, batch: Batch, x_TH: Tensor, masks: PendingMasks
-    ) -> pb.StepResponse:
-        """Samples; only the last lines change the state of requests."""
-        response = pb.StepResponse()
+        self,
+        schedule: Schedule,
+        batch: Batch,
+        x_TH: Tensor,
+        masks: PendingMasks,
+        response: pb.StepResponse,
+    ) -> npt.NDArray[np.int64]:
+        """Samples; only the last lines change the state of requests.
+
+        Returns:
+            Tokens of each scheduled request that are computed for good, [S].
+        """
         num_computed_S = schedule.num_tokens_S.copy()
         if len(batch.sample):
             logits_RV = self._sample_logits(batch, x_TH)
@@ -148,7 +163,7 @@ class ModelRunner:
             num_computed_S[schedule.sample_S] -= tokens.num_rejected_P
             tokens.commit(self._slots)
         self._slots.commit_computed(schedule.slots_S, num_computed_S)
-        return response
+        return num_computed_S
 
     def _sample_logits(self, batch: Batch, x_TH: Tensor) -> Tensor:
         """Logits to sample from, float32 [R, V], on the host."""

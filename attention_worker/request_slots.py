@@ -39,6 +39,8 @@ class RequestSlots:
         self.top_k_S: npt.NDArray[np.int32] = np.zeros(num_slots, np.int32)
         self.seed_S: npt.NDArray[np.uint64] = np.zeros(num_slots, np.uint64)
         self.num_logprobs_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.num_prompt_logprobs_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.routed_experts_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.edits_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         """Logits are changed before a token is chosen: `sampling_S` says how."""
         self.grammar_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
@@ -65,6 +67,8 @@ class RequestSlots:
         self.top_k_S[slot] = sampling.top_k
         self.seed_S[slot] = sampling.seed
         self.num_logprobs_S[slot] = sampling.num_logprobs
+        self.num_prompt_logprobs_S[slot] = sampling.num_prompt_logprobs
+        self.routed_experts_S[slot] = sampling.routed_experts
         self.edits_S[slot] = sampling.edits
         self.grammar_S[slot] = bool(sampling.grammar)
         self.in_use_S[slot] = True

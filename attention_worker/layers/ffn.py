@@ -6,13 +6,14 @@ Both kinds have one call, so the forward pass does not ask which one a layer has
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attention_worker.experts import ExpertClient
+from attention_worker.routed_experts import NoRecorder, RoutingRecorder
 from expertmesh.model_config import Activation, GateConfig
 from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
 from expertmesh_kernels.linear import PackedLinear, linear
@@ -32,6 +33,8 @@ class ExpertCalls:
     """Token class: rows [0, num_generated_rows) are generated tokens."""
     wait_s: float = 0.0
     """Time spent waiting for outputs so far."""
+    recorder: RoutingRecorder = field(default_factory=NoRecorder)
+    """Is told which experts were chosen."""
 
     def deadline_s(self) -> float:
         """Deadline of a call that starts now, on the monotonic clock."""
@@ -71,6 +74,7 @@ class MoeFfn:
         """[T, H] -> [T, H]: the weighted sum over each row's experts."""
         logits_TE = linear(h_TH, self.gate, out_dtype=torch.float32)
         routing = route(logits_TE, self.config)
+        calls.recorder.record(routing.topk_ids_TK)
         pending = calls.client.dispatch(
             self.layer, h_TH, routing, calls.num_generated_rows, calls.deadline_s()
         )

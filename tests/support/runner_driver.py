@@ -79,6 +79,8 @@ class DrivenRequest:
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """[V] for each output token."""
     sampled: list[pb.SampledToken] = field(default_factory=list)
+    prompt_logprobs: list[pb.PromptLogprobs] = field(default_factory=list)
+    routed_experts: list[pb.RoutedExperts] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -190,6 +192,10 @@ class RunnerDriver:
         by_slot = {request.slot: request for request in self.running}
         for work in step.scheduled:
             by_slot[work.slot].num_computed += work.num_tokens
+        for logprobs in response.prompt_logprobs:
+            by_slot[logprobs.slot].prompt_logprobs.append(logprobs)
+        for experts in response.routed_experts:
+            by_slot[experts.slot].routed_experts.append(experts)
         for token in response.sampled:
             request = by_slot[token.slot]
             request.tokens.append(token.token_id)
