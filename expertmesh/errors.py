@@ -9,6 +9,7 @@ ExpertMeshError
 │   ├── ModelNotFoundError  the model named is not the one served
 │   ├── ContextLengthError  prompt, or prompt and output, longer than the context
 │   └── UnsupportedError    a parameter or endpoint that this server does not have
+├── AuthenticationError     a caller shows no API key, or one that is not accepted
 ├── OverloadedError         queues are full; try again later
 ├── ExpertUnavailableError  an expert has no usable copy
 ├── DeadlineError           a request was not done by its deadline
@@ -102,6 +103,10 @@ class UnsupportedError(RequestError):
 
     def __init__(self, message: str, *, param: str) -> None:
         super().__init__(message, param=param, code="unsupported_parameter")
+
+
+class AuthenticationError(ExpertMeshError):
+    """A caller shows no API key, or one that is not accepted."""
 
 
 class OverloadedError(ExpertMeshError):

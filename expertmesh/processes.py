@@ -51,6 +51,10 @@ tensors than the threshold come from the heap, which huge pages fill; other C li
 """
 
 
+_SECRETS = ("EXPERTMESH_API_KEY", "EXPERTMESH_API_KEYS", "EXPERTMESH_API_KEY_DIGESTS")
+"""What only the gateway is told, on purpose."""
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of a child: one thread a process, no spinning, our cache of kernels.
 
@@ -61,6 +65,8 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     environment.setdefault("GLIBC_TUNABLES", HUGE_PAGES)
     environment.pop(LIFELINE_FD, None)
     environment.pop(READY_FD, None)
+    for name in _SECRETS:
+        environment.pop(name, None)
     for name in ("OMP", "MKL", "OPENBLAS", "NUMBA"):
         environment[f"{name}_NUM_THREADS"] = "1"
     environment["OMP_WAIT_POLICY"] = "passive"

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from expertmesh.errors import SettingsError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
+
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
 
 LOCAL_EXPERTS = "local"
 """Value of `MeshSettings.experts` for the colocated mode."""
@@ -80,17 +83,32 @@ class HttpSettings(Settings):
     """Where the public APIs listen."""
 
     host: str = "127.0.0.1"
-    """Address to bind. The default is reachable from this machine only, since there are no keys."""
+    """Address to bind. The default is reachable from this machine only; elsewhere, use API keys."""
     port: int = 8000
     """Port of the OpenAI HTTP API and of /metrics; 0 picks a free one and prints it."""
     grpc_port: int = 50051
     """Port of the gRPC API; 0 picks a free one and prints it."""
+    require_model: bool = False
+    """Refuse requests that do not name the model."""
+    allowed_origins: str = ""
+    """Origins of web pages that may call the HTTP API from a browser, separated by commas; * allows
+    all."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         _check_host(self.host)
         _check_port("port", self.port)
         _check_port("grpc_port", self.grpc_port)
+        for origin in self.origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise SettingsError(
+                    f"allowed_origins has {origin!r}, expected such as https://chat.example or *"
+                )
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The allowed origins, one by one."""
+        return tuple(filter(None, (part.strip() for part in self.allowed_origins.split(","))))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The HTTP server: routes, errors, health, metrics, and limits on what a connection may do.
+"""The HTTP server: routes, keys, errors, and limits on what a connection may do.
 
-One event loop runs all of it. The order of a request: id, error envelope, handler; an exception
-becomes an envelope in one place, and what was not expected is logged there and told to nobody.
+One event loop runs all of it. The order of a request: id, API key, handler; an exception becomes an
+error envelope in one place, and what was not expected is logged there and told to nobody.
 """
 
 from __future__ import annotations
@@ -9,42 +9,67 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import HttpVersion10, web
 from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
-from expertmesh import PROTOCOL_REVISION, __version__
+from gateway.api_keys import ApiKeys, bearer_key
+from gateway.cors import Cors
 from gateway.openai.body import BodyError
 from gateway.openai.errors import ApiError, api_error
-from gateway.openai.handlers import REQUEST_ID, OpenAiHandlers, json_response
-from gateway.openai.logprobs import Json
+from gateway.openai.handlers import REQUEST_ID, OpenAiHandlers
+from gateway.openai.tokenizer_handlers import TokenizerHandlers
 from gateway.service import ApiLimits, GenerationFrontend, new_id
+from gateway.status_handlers import OPEN_PATHS, StatusHandlers, load_header
 
 _log = logging.getLogger(__name__)
 
+_ANTHROPIC = "/v1/messages"
+"""Clients of this endpoint send their key in a header of its own."""
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
-Encoder = Callable[[CollectorRegistry], bytes]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def build_app(frontend: GenerationFrontend, registry: CollectorRegistry) -> web.Application:
+@dataclass(frozen=True)
+class Access:
+    """Who may call."""
+
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    """Needed everywhere but at the paths of `OPEN_PATHS`."""
+    origins: tuple[str, ...] = ()
+    """Origins of web pages that may call from a browser; "*" allows all."""
+
+
+_ANYBODY = Access()
+_NO_SETTINGS: Mapping[str, object] = {}
+
+
+def build_app(
+    frontend: GenerationFrontend,
+    registry: CollectorRegistry,
+    *,
+    access: Access = _ANYBODY,
+    settings: Mapping[str, object] = _NO_SETTINGS,
+) -> web.Application:
     """The application.
 
     Args:
         frontend: Where answers come from.
         registry: What /metrics shows.
+        access: Who may call.
+        settings: What /server_info shows.
     """
-    app = web.Application(
-        middlewares=[_answer_errors], client_max_size=frontend.limits.max_body_bytes
-    )
-    app.on_response_prepare.append(_echo_request_id)
+    door = _Door(frontend, access)
+    app = web.Application(middlewares=[door.answer], client_max_size=frontend.limits.max_body_bytes)
+    app.on_response_prepare.append(door.add_headers)
     OpenAiHandlers(frontend).add_routes(app.router)
-    _StatusHandlers(frontend, registry).add_routes(app.router)
+    TokenizerHandlers(frontend).add_routes(app.router)
+    StatusHandlers(frontend, registry, settings).add_routes(app.router)
     return app
 
 
@@ -68,21 +93,54 @@ def make_runner(app: web.Application, limits: ApiLimits, *, stop_s: float = 5.0)
     )
 
 
-@web.middleware
-async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Gives the request an id, and turns exceptions into error envelopes."""
-    if request.version < HttpVersion10:
-        request.protocol.force_close()
-        raise ConnectionResetError("HTTP/0.9 is not served")
-    _give_id(request)
-    try:
-        return await handler(request)
-    except ConnectionError:
-        raise  # the client is gone
-    except BodyError as error:
-        return await _answer_and_close(request, api_error(error, request[REQUEST_ID]))
-    except Exception as error:
-        return api_error(error, request[REQUEST_ID]).response()
+class _Door:
+    """What every request passes and every response leaves by.
+
+    Args:
+        frontend: For its load.
+        access: Who may call.
+    """
+
+    def __init__(self, frontend: GenerationFrontend, access: Access) -> None:
+        self._frontend = frontend
+        self._keys = access.keys
+        self._cors = Cors(access.origins)
+
+    @web.middleware
+    async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Gives the request an id, and turns exceptions into error envelopes."""
+        if request.version < HttpVersion10:
+            request.protocol.force_close()
+            raise ConnectionResetError("HTTP/0.9 is not served")
+        _give_id(request)
+        if self._cors.is_preflight(request):
+            return self._cors.preflight()
+        try:
+            self._check_key(request)
+            return await handler(request)
+        except ConnectionError:
+            raise  # the client is gone
+        except BodyError as error:
+            return await _answer_and_close(request, api_error(error, request[REQUEST_ID]))
+        except Exception as error:
+            return api_error(error, request[REQUEST_ID]).response()
+
+    def _check_key(self, request: web.Request) -> None:
+        if request.path in OPEN_PATHS:
+            return
+        key = bearer_key(request.headers.get("Authorization"))
+        if key is None and request.path.startswith(_ANTHROPIC):
+            key = request.headers.get("x-api-key")
+        self._keys.check(key)
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Headers of every response."""
+        response.headers["X-Request-Id"] = _give_id(request)  # none yet: refused before the handler
+        self._cors.mark(request, response)
+        wanted = request.headers.get("endpoint-load-metrics-format")
+        load = load_header(wanted, self._frontend.stats()) if wanted else None
+        if load is not None:
+            response.headers["endpoint-load-metrics"] = load
 
 
 def _give_id(request: web.BaseRequest) -> str:
@@ -101,73 +159,6 @@ async def _answer_and_close(request: web.Request, error: ApiError) -> web.Stream
     await response.write_eof()
     request.protocol.force_close()
     return response
-
-
-async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = _give_id(request)  # none yet: refused before the handler
-
-
-class _StatusHandlers:
-    """Endpoints for orchestrators and for people who look after the server."""
-
-    def __init__(self, frontend: GenerationFrontend, registry: CollectorRegistry) -> None:
-        self._frontend = frontend
-        self._registry = registry
-
-    def add_routes(self, router: web.UrlDispatcher) -> None:
-        """Puts the endpoints outside /v1."""
-        router.add_get("/health", self.health)
-        router.add_get("/ready", self.ready)
-        router.add_get("/version", self.version)
-        router.add_get("/metrics", self.metrics)
-
-    async def health(self, request: web.Request) -> web.Response:
-        """200 unless only a restart can help."""
-        return web.Response(status=200 if self._frontend.alive else 503)
-
-    async def ready(self, request: web.Request) -> web.Response:
-        """200 if a request can be served now; says what is missing in any case."""
-        report = ready_report(self._frontend)
-        return json_response(report, status=200 if report["ready"] else 503)
-
-    async def version(self, request: web.Request) -> web.Response:
-        """Versions of the product and of the wire protocol."""
-        return json_response({"version": __version__, "protocol_revision": PROTOCOL_REVISION})
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        """All metrics; encoded in a thread, as that can take tens of milliseconds."""
-        encode, content_type = _encoder(request.headers.get("Accept", ""))
-        body = await asyncio.to_thread(encode, self._registry)
-        return web.Response(body=body, headers={"Content-Type": content_type})
-
-
-def _encoder(accept: str) -> tuple[Encoder, str]:
-    """What writes metrics as the client wants them, or plainly if that cannot be understood."""
-    try:
-        return choose_encoder(accept)
-    except (TypeError, ValueError):  # a version that is no number
-        return choose_encoder("")
-
-
-def ready_report(frontend: GenerationFrontend) -> Json:
-    """Body of /ready."""
-    mesh = frontend.mesh()
-    return {
-        "ready": frontend.ready,
-        "message": mesh.message if frontend.accepting else "the gateway is stopping",
-        "epoch": mesh.epoch,
-        "workers": [
-            {
-                "worker_id": worker.worker_id,
-                "address": worker.address,
-                "state": str(worker.state),
-                "message": worker.message,
-                "num_experts": worker.num_experts,
-            }
-            for worker in mesh.workers
-        ],
-        "uncovered": {str(layer): list(experts) for layer, experts in mesh.uncovered.items()},
-    }
 
 
 class _Runner(web.AppRunner):

@@ -45,6 +45,7 @@ _WORKER_OPTIONS = ExpertWorkerOptions()
 _MODEL = Group.create_ordered("Model")
 _ADDRESSES = Group.create_ordered("Addresses")
 _EXPERTS = Group.create_ordered("Experts")
+_ACCESS = Group.create_ordered("Access")
 _LIMITS = Group.create_ordered("Limits")
 _OUTPUT = Group.create_ordered("Output and configuration")
 
@@ -56,6 +57,8 @@ EngineFlags = Annotated[EngineSettings, Parameter(name="*", group=_LIMITS)]
 WorkerFlags = Annotated[ExpertWorkerOptions, Parameter(name="*", group=_EXPERTS)]
 LogFlags = Annotated[LogSettings, Parameter(name="*", group=_OUTPUT)]
 ConfigFlag = Annotated[Path | None, Parameter(group=_OUTPUT)]
+ApiKeyFlags = Annotated[list[str] | None, Parameter(group=_ACCESS, negative="")]
+ApiKeyFile = Annotated[Path | None, Parameter(group=_ACCESS)]
 ServerUrl = Annotated[str, Parameter(group=_ADDRESSES)]
 
 app = App(
@@ -81,6 +84,8 @@ def serve(
     mesh: MeshFlags = _DEFAULTS.mesh,
     engine: EngineFlags = _DEFAULTS.engine,
     log: LogFlags = _DEFAULTS.log,
+    api_key: ApiKeyFlags = None,
+    api_key_file: ApiKeyFile = None,
     ask: Annotated[str | None, Parameter(group=_OUTPUT)] = None,
     config: ConfigFlag = None,
 ) -> int:
@@ -90,15 +95,21 @@ def serve(
     ----------
     model
         Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
+    api_key
+        Key that callers must show; may be repeated. Others on this machine can read flags: better
+        name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
+    api_key_file
+        File with an API key a line.
     ask
         Once ready, stream the answer to this question to the terminal.
     config
         YAML file with the names of these flags as keys.
     """
+    from gateway.api_keys import collect_keys
     from gateway.launcher import serve_model
 
     settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
-    return serve_model(settings, ask=ask)
+    return serve_model(settings, ask=ask, keys=collect_keys(api_key or (), api_key_file))
 
 
 @app.command(sort_key=2)
@@ -110,6 +121,8 @@ def gateway(
     experts: Annotated[str, Parameter(group=_EXPERTS)] = MeshSettings.experts,
     engine: EngineFlags = _DEFAULTS.engine,
     log: LogFlags = _DEFAULTS.log,
+    api_key: ApiKeyFlags = None,
+    api_key_file: ApiKeyFile = None,
     config: ConfigFlag = None,
 ) -> int:
     """Start a gateway with its attention worker; expert workers run elsewhere.
@@ -120,12 +133,20 @@ def gateway(
         Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
     experts
         host:port,... of the expert workers; local: experts inside the attention worker.
+    api_key
+        Key that callers must show; may be repeated. Others on this machine can read flags: better
+        name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
+    api_key_file
+        File with an API key a line.
     config
         YAML file with the names of these flags as keys.
     """
     from gateway.__main__ import run
+    from gateway.api_keys import ApiKeys, collect_keys
     from gateway.launcher import check_ports, find_model
 
+    keys = ApiKeys.of(collect_keys(api_key or (), api_key_file))
+    os.environ.update(keys.to_environment())
     mesh = MeshSettings(experts=experts)
     settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
     check_ports(settings.http)

@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 from expertmesh import PROTOCOL_REVISION, __version__
 from expertmesh.errors import PortError, RequestError
 from expertmesh.v1 import generation_service_pb2 as pb
+from gateway.api_keys import ApiKeys, bearer_key
 from gateway.generation_options import check_token_ids
 from gateway.grpc_calls import GenerateCall, expert_snapshot
 from gateway.grpc_errors import status_of
@@ -48,10 +49,17 @@ class GenerationApi:
         self._frontend = frontend
         self._model = frontend.model
 
-    async def generate(self, request: pb.GenerateRequest) -> Stream[pb.GenerateResponse]:
-        """Streams deltas; the last message has the finish reason and the usage."""
+    async def generate(
+        self, request: pb.GenerateRequest, remaining_s: float | None
+    ) -> Stream[pb.GenerateResponse]:
+        """Streams deltas; the last message has the finish reason and the usage.
+
+        Args:
+            request: What to generate.
+            remaining_s: Seconds until the client's deadline; None without one.
+        """
         call = GenerateCall(request, self._frontend, self._request_id(request.request_id))
-        prompt = await call.prepare()
+        prompt = await call.prepare(remaining_s)
         with self._frontend.open([prompt]) as stream:
             while not stream.done:
                 for _, output in await stream.next() or ():
@@ -119,7 +127,7 @@ class GenerationApi:
         )
 
     async def watch_experts(
-        self, request: pb.WatchExpertsRequest
+        self, request: pb.WatchExpertsRequest, remaining_s: float | None
     ) -> Stream[pb.WatchExpertsResponse]:
         """The expert workers now and after every change, until the gateway stops."""
         last = None
@@ -142,10 +150,14 @@ class GrpcServer:
         frontend: Where answers come from.
         host: Address to bind.
         port: Port to bind; 0 picks a free one.
+        keys: Which callers are served.
     """
 
-    def __init__(self, frontend: GenerationFrontend, host: str, port: int) -> None:
+    def __init__(
+        self, frontend: GenerationFrontend, host: str, port: int, keys: ApiKeys | None = None
+    ) -> None:
         self._frontend = frontend
+        self._keys = keys or ApiKeys()
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._health = health_aio.HealthServicer()
         self._follow: asyncio.Task[None] | None = None
@@ -161,7 +173,9 @@ class GrpcServer:
             options=_server_options(self._frontend.limits.max_body_bytes),
             maximum_concurrent_rpcs=_MAX_RPCS,
         )
-        server.add_generic_rpc_handlers((_generation_handler(GenerationApi(self._frontend)),))
+        server.add_generic_rpc_handlers(
+            (_generation_handler(GenerationApi(self._frontend), self._keys),)
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
@@ -212,16 +226,18 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def _generation_handler(api: GenerationApi) -> grpc.GenericRpcHandler:
+def _generation_handler(api: GenerationApi, keys: ApiKeys) -> grpc.GenericRpcHandler:
     """The rpcs by name, with a deserializer that does not turn bad bytes into UNKNOWN."""
+    door = _Door(keys)
+    unary, streaming = door.unary, door.streaming
     handlers = {
-        "Generate": _streaming("Generate", api.generate, pb.GenerateRequest),
-        "Tokenize": _unary("Tokenize", api.tokenize, pb.TokenizeRequest),
-        "Detokenize": _unary("Detokenize", api.detokenize, pb.DetokenizeRequest),
-        "Abort": _unary("Abort", api.abort, pb.AbortRequest),
-        "GetModelInfo": _unary("GetModelInfo", api.get_model_info, pb.GetModelInfoRequest),
-        "GetServerInfo": _unary("GetServerInfo", api.get_server_info, pb.GetServerInfoRequest),
-        "WatchExperts": _streaming("WatchExperts", api.watch_experts, pb.WatchExpertsRequest),
+        "Generate": streaming("Generate", api.generate, pb.GenerateRequest),
+        "Tokenize": unary("Tokenize", api.tokenize, pb.TokenizeRequest),
+        "Detokenize": unary("Detokenize", api.detokenize, pb.DetokenizeRequest),
+        "Abort": unary("Abort", api.abort, pb.AbortRequest),
+        "GetModelInfo": unary("GetModelInfo", api.get_model_info, pb.GetModelInfoRequest),
+        "GetServerInfo": unary("GetServerInfo", api.get_server_info, pb.GetServerInfoRequest),
+        "WatchExperts": streaming("WatchExperts", api.watch_experts, pb.WatchExpertsRequest),
     }
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
@@ -244,33 +260,52 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _unary(
-    name: str, method: Callable[[Request], Awaitable[Response]], kind: type[Request]
-) -> Handler:
-    async def call(request: Request | _Malformed, context: Context) -> Response:
-        try:
-            return await method(_checked(request))
-        except Exception as error:
-            await context.abort_with_status(rpc_status.to_status(status_of(error, name)))
+class _Door:
+    """Makes handlers that check keys and messages, and turn exceptions into statuses.
 
-    return grpc.unary_unary_rpc_method_handler(call, _parser(kind), _serialize)
+    Args:
+        keys: Which callers are served.
+    """
 
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
 
-def _streaming(
-    name: str, method: Callable[[Request], Stream[Response]], kind: type[Request]
-) -> Handler:
-    async def call(request: Request | _Malformed, context: Context) -> Stream[Response]:
-        try:
-            async with aclosing(method(_checked(request))) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            await context.abort_with_status(rpc_status.to_status(status_of(error, name)))
+    def unary(
+        self, name: str, method: Callable[[Request], Awaitable[Response]], kind: type[Request]
+    ) -> Handler:
+        """Handler of an rpc with one response."""
 
-    return grpc.unary_stream_rpc_method_handler(call, _parser(kind), _serialize)
+        async def call(request: Request | _Malformed, context: Context) -> Response:
+            try:
+                return await method(self._checked(request, context))
+            except Exception as error:
+                await context.abort_with_status(rpc_status.to_status(status_of(error, name)))
 
+        return grpc.unary_unary_rpc_method_handler(call, _parser(kind), _serialize)
 
-def _checked(request: Request | _Malformed) -> Request:
-    if isinstance(request, _Malformed):
-        raise RequestError("the bytes are not a message of this method", code="invalid_message")
-    return request
+    def streaming(
+        self,
+        name: str,
+        method: Callable[[Request, float | None], Stream[Response]],
+        kind: type[Request],
+    ) -> Handler:
+        """Handler of an rpc with a stream of responses."""
+
+        async def call(request: Request | _Malformed, context: Context) -> Stream[Response]:
+            try:
+                checked = self._checked(request, context)
+                async with aclosing(method(checked, context.time_remaining())) as responses:
+                    async for response in responses:
+                        yield response
+            except Exception as error:
+                await context.abort_with_status(rpc_status.to_status(status_of(error, name)))
+
+        return grpc.unary_stream_rpc_method_handler(call, _parser(kind), _serialize)
+
+    def _checked(self, request: Request | _Malformed, context: Context) -> Request:
+        metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
+        shown = metadata.get("authorization")
+        self._keys.check(bearer_key(shown) if isinstance(shown, str) else None)
+        if isinstance(request, _Malformed):
+            raise RequestError("the bytes are not a message of this method", code="invalid_message")
+        return request

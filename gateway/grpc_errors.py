@@ -9,9 +9,19 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from google.rpc.code_pb2 import ALREADY_EXISTS, INTERNAL, INVALID_ARGUMENT, NOT_FOUND, UNAVAILABLE
+from google.rpc.code_pb2 import (
+    ALREADY_EXISTS,
+    DEADLINE_EXCEEDED,
+    INTERNAL,
+    INVALID_ARGUMENT,
+    NOT_FOUND,
+    UNAUTHENTICATED,
+    UNAVAILABLE,
+)
 
 from expertmesh.errors import (
+    AuthenticationError,
+    DeadlineError,
     EngineError,
     ExpertUnavailableError,
     ModelNotFoundError,
@@ -41,6 +51,10 @@ def status_of(error: BaseException, method: str) -> status_pb2.Status:
         case RequestError():
             code = ALREADY_EXISTS if error.code == "request_id_in_use" else INVALID_ARGUMENT
             return _status(code, error.message, _bad_request(error), _info(error.code))
+        case AuthenticationError():
+            return _status(UNAUTHENTICATED, str(error), _info("invalid_api_key"))
+        case DeadlineError():
+            return _status(DEADLINE_EXCEEDED, str(error), _info("deadline_exceeded"))
         case OverloadedError():
             info = _info("engine_overloaded")
             return _status(UNAVAILABLE, str(error), info, _retry(error.retry_after_s))

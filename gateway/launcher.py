@@ -41,6 +41,7 @@ from expertmesh.settings import (
     LogSettings,
     data_home,
 )
+from gateway.api_keys import ApiKeys
 from gateway.launcher_console import ReadyBlock, make_progress, print_answer, print_ready_block
 from gateway.launcher_probe import ReadyProbe
 from gateway.launcher_supervisor import Member, Supervisor
@@ -58,12 +59,13 @@ class _Stop(BaseException):
     """SIGINT or SIGTERM arrived."""
 
 
-def serve_model(settings: GatewaySettings, *, ask: str | None) -> int:
+def serve_model(settings: GatewaySettings, *, ask: str | None, keys: Sequence[str] = ()) -> int:
     """Serves until it is told to stop; returns the exit code.
 
     Args:
         settings: As for a gateway; `mesh` says which expert workers to start.
         ask: A question to answer on the terminal once ready.
+        keys: API keys that the gateway accepts; none: everybody is served.
 
     Raises:
         StartupError: Something could not start, or the gateway ended.
@@ -73,7 +75,7 @@ def serve_model(settings: GatewaySettings, *, ask: str | None) -> int:
     check_ports(settings.http)
     settings, config = find_model(settings)
     with contextlib.ExitStack() as stack:
-        mesh = LocalMesh.plan(settings, config, stack)
+        mesh = LocalMesh.plan(settings, config, stack, keys)
         supervisor = Supervisor(mesh.members, startup_timeout_s=settings.engine.startup_timeout_s)
         try:
             with _signals_stop(supervisor):
@@ -95,10 +97,16 @@ class LocalMesh:
     """Gateway first: it is stopped first."""
     num_pairs: int
     """(layer, expert) pairs of the model."""
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    """For our own question."""
 
     @classmethod
     def plan(
-        cls, settings: GatewaySettings, config: ModelConfig, stack: contextlib.ExitStack
+        cls,
+        settings: GatewaySettings,
+        config: ModelConfig,
+        stack: contextlib.ExitStack,
+        keys: Sequence[str] = (),
     ) -> LocalMesh:
         """Decides on expert workers and their ports; starts nothing.
 
@@ -106,6 +114,7 @@ class LocalMesh:
             settings: With a model folder.
             config: Of that model.
             stack: Holds the reserved ports until everything has stopped.
+            keys: API keys that the gateway accepts.
         """
         num_pairs = len(config.moe_layers) * config.num_experts
         count = _num_expert_workers(settings, config.num_experts)
@@ -115,7 +124,8 @@ class LocalMesh:
         mesh = dataclasses.replace(settings.mesh, experts=addresses or experts)
         settings = dataclasses.replace(settings, mesh=mesh)
         workers = [_expert_worker(settings, index, ports) for index in range(count)]
-        return cls(settings, (_gateway(settings), *workers), num_pairs)
+        members = (_gateway(settings, ApiKeys.of(keys)), *workers)
+        return cls(settings, members, num_pairs, keys[0] if keys else None)
 
     @property
     def gateway_info(self) -> dict[str, object]:
@@ -221,7 +231,7 @@ def _run(mesh: LocalMesh, supervisor: Supervisor, ask: str | None) -> None:
     supervisor.wait_until(lambda: probe.is_ready(mesh.gateway_info))
     block = ReadyBlock.of(mesh.settings, supervisor.members, probe, mesh.num_pairs)
     if ask:
-        print_answer(block.http_url, ask)
+        print_answer(block.http_url, ask, mesh.api_key)
     print_ready_block(block)
     announce_ready(mesh.gateway_info | {"processes": block.processes})
     supervisor.watch()
@@ -245,10 +255,13 @@ def _num_expert_workers(settings: GatewaySettings, num_experts: int) -> int:
     return settings.mesh.expert_workers
 
 
-def _gateway(settings: GatewaySettings) -> Member:
+def _gateway(settings: GatewaySettings, keys: ApiKeys) -> Member:
+    environment = child_environment(keys.to_environment())
+
     def start(on_exit: Callable[[Child], None]) -> Child:
+        arguments = ["--settings", settings.to_json()]
         return spawn_module(
-            "gateway", ["--settings", settings.to_json()], "gateway", on_exit=on_exit
+            "gateway", arguments, "gateway", environment=environment, on_exit=on_exit
         )
 
     return Member("gateway", start, restarts=False)

@@ -184,12 +184,14 @@ def print_ready_block(block: ReadyBlock) -> None:
     Console().print(Panel(table, title="ExpertMesh is ready", subtitle=footer, expand=False))
 
 
-def print_answer(http_url: str, question: str) -> None:
+def print_answer(http_url: str, question: str, api_key: str | None) -> None:
     """Streams the model's answer to standard output; an error is written, not raised."""
     from gateway.client_commands import ClientOptions, answer
 
     sys.stdout.write(f"\n> {question}\n")
-    options = ClientOptions(http_url, max_tokens=_MAX_ANSWER_TOKENS, temperature=0.0)
+    options = ClientOptions(
+        http_url, max_tokens=_MAX_ANSWER_TOKENS, temperature=0.0, api_key=api_key
+    )
     try:
         answer([{"role": "user", "content": question}], options)
     except ExpertMeshError as error:

@@ -33,7 +33,8 @@ from expertmesh.placement import ExpertMap
 from expertmesh.processes import announce_ready
 from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_home
 from expertmesh.wire import incarnation
-from gateway.app import build_app, make_runner
+from gateway.api_keys import ApiKeys
+from gateway.app import Access, build_app, make_runner
 from gateway.attention_client import AttentionClient
 from gateway.chat_template import ChatTemplate
 from gateway.discovery import StaticDiscovery
@@ -121,6 +122,7 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._grpc: GrpcServer | None = None
         self._dispatch = DispatchTotals()
+        self._keys = ApiKeys.from_environment()
         self.info: dict[str, object] = {}
 
     async def start(self) -> None:
@@ -279,6 +281,7 @@ class Gateway:
             most,
             max_prompts=min(most.max_prompts, engine.max_num_queued_reqs + engine.max_num_seqs),
             max_prompt_tokens=engine.max_num_queued_tokens,
+            request_timeout_s=engine.request_timeout_s,
         )
 
     def _model_name(self, checkpoint: Checkpoint) -> str:
@@ -297,16 +300,24 @@ class Gateway:
             tokenizer=tokenizer,
             chat_template=ChatTemplate.from_checkpoint(checkpoint.model_dir, tokenizer),
             fingerprint=checkpoint.fingerprint.hex(),
+            name_required=self._settings.http.require_model,
         )
 
     async def _open_apis(self, frontend: GenerationFrontend, registry: CollectorRegistry) -> None:
         assert self._socket is not None
         http = self._settings.http
         self._runner = make_runner(
-            build_app(frontend, registry), frontend.limits, stop_s=_ANSWER_GRACE_S
+            build_app(
+                frontend,
+                registry,
+                access=Access(self._keys, http.origins),
+                settings=dataclasses.asdict(self._settings),
+            ),
+            frontend.limits,
+            stop_s=_ANSWER_GRACE_S,
         )
         await self._runner.setup()
-        self._grpc = GrpcServer(frontend, http.host, http.grpc_port)
+        self._grpc = GrpcServer(frontend, http.host, http.grpc_port, self._keys)
         grpc_port = await self._grpc.start()
         port = self._socket.getsockname()[1]
         try:

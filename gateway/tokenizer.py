@@ -135,6 +135,10 @@ class Tokenizer:
         """Id of a token by its exact spelling in the vocabulary."""
         return self._inner.token_to_id(token)
 
+    def spelling(self, token_id: int) -> str:
+        """Exact spelling of a token in the vocabulary; empty for an unknown id."""
+        return self._inner.id_to_token(token_id) or ""
+
     def is_special(self, token_id: int) -> bool:
         """True for tokens that `decode` leaves out, unknown ids included."""
         token = self._inner.id_to_token(token_id)

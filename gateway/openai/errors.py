@@ -13,6 +13,8 @@ import orjson
 from aiohttp import web
 
 from expertmesh.errors import (
+    AuthenticationError,
+    DeadlineError,
     EngineError,
     ExpertUnavailableError,
     ModelNotFoundError,
@@ -84,6 +86,14 @@ def api_error(error: BaseException, request_id: str) -> ApiError:
             return ApiError(400, "invalid_request_error", error.message, error.code, error.param)
         case BodyError():
             return ApiError(error.status, "invalid_request_error", str(error), error.code)
+        case AuthenticationError():
+            headers = {"WWW-Authenticate": "Bearer"}
+            return ApiError(
+                401, "authentication_error", str(error), "invalid_api_key", headers=headers
+            )
+        case DeadlineError():
+            headers = {"x-should-retry": "false"}  # the same work would take as long again
+            return ApiError(504, "timeout_error", str(error), "deadline_exceeded", headers=headers)
         case OverloadedError():
             headers = _retry_headers(error.retry_after_s)
             return ApiError(

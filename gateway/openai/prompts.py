@@ -61,34 +61,41 @@ class PromptOptions:
 
 
 def truncation_of(body: CommonRequest, model: ServedModel, requested: int | None) -> Truncation:
-    """How a request wants its prompts cut.
+    """How a request wants its prompts cut; see `make_truncation`."""
+    if body.truncate_prompt_tokens is None:
+        return Truncation()
+    keep_end = body.truncation_side != "right"
+    return make_truncation(body.truncate_prompt_tokens, model, requested, keep_end=keep_end)
+
+
+def make_truncation(
+    wanted: int, model: ServedModel, requested: int | None, *, keep_end: bool = True
+) -> Truncation:
+    """A truncation that fits the model.
 
     Args:
-        body: The request.
+        wanted: Tokens to keep; -1: as many as fit.
         model: For its context.
         requested: Tokens to generate that were asked for.
+        keep_end: Cut at the start.
 
     Raises:
-        RequestError: More tokens are to be kept than the context has.
+        RequestError: `truncate_prompt_tokens` is out of range.
     """
-    wanted, keep_end = body.truncate_prompt_tokens, body.truncation_side != "right"
-    if wanted is None:
-        return Truncation()
-    if wanted > model.max_model_len:
+    if wanted == -1:
+        return Truncation(max(1, model.max_model_len - max(requested or 1, 1)), keep_end)
+    if not 1 <= wanted <= model.max_model_len:
         raise RequestError(
-            f"truncate_prompt_tokens is {wanted}; expected at most {model.max_model_len}, the "
+            f"truncate_prompt_tokens is {wanted}; expected -1, or 1 to {model.max_model_len}, the "
             "context of this model",
             param="truncate_prompt_tokens",
         )
-    fitting = max(1, model.max_model_len - max(requested or 1, 1))
-    return Truncation(fitting if wanted == -1 else wanted, keep_end)
-
-
-_IN_THREAD_FROM = 4096
-"""Characters from which a text is encoded outside the event loop."""
+    return Truncation(wanted, keep_end)
 
 
 _KEEP_ALL = Truncation()
+_IN_THREAD_FROM = 4096
+"""Characters from which a text is encoded outside the event loop."""
 
 
 async def encode_chat(
@@ -111,6 +118,31 @@ async def encode_chat(
     Raises:
         RequestError: A message is not usable; names its index.
     """
+    bounded = truncation.num_tokens is None
+    ids = await encode_messages(frontend, messages, param, tools=tools, bounded=bounded)
+    return truncation.cut(_usable(ids, frontend.model, param))
+
+
+async def encode_messages(
+    frontend: GenerationFrontend,
+    messages: Sequence[ChatMessage],
+    param: str = "messages",
+    *,
+    tools: Sequence[Tool] = (),
+    bounded: bool = False,
+) -> list[int]:
+    """Token ids of a conversation, which may be none.
+
+    Args:
+        frontend: For the chat template.
+        messages: The conversation.
+        param: Path of the parameter, for errors.
+        tools: What the model is told of.
+        bounded: Refuse what cannot fit into the context, before it is encoded.
+
+    Raises:
+        RequestError: A message is not usable; names its index.
+    """
     model = frontend.model
     if model.chat_template is None:
         what = "chat template" if model.tokenizer else "tokenizer"
@@ -122,11 +154,10 @@ async def encode_chat(
     conversation = conversation_of(messages, param)
     conversation, definitions = model.tool_format.prepare(conversation, tools)
     size = sum(map(len, texts_in([conversation, definitions])))
-    if truncation.num_tokens is None:
+    if bounded:
         check_text_len(model, size, param)
     encode = partial(model.chat_template.encode, tools=definitions)
-    ids = await _encode(frontend, size, encode, conversation)
-    return truncation.cut(_usable(ids, model, param))
+    return await _encode(frontend, size, encode, conversation)
 
 
 async def encode_prompts(

@@ -17,6 +17,7 @@ from gateway.generation_options import GenerationOptions, NumLogprobs, convert, 
 from gateway.service import ServedModel
 
 MAX_CHOICES = 128
+_MAX_SALT_LEN = 128
 SANE_ID = r"^[A-Za-z0-9._:+=-]{1,128}\Z"
 
 
@@ -56,7 +57,7 @@ class CommonRequest(GenerationOptions, kw_only=True):
     """Lower goes first; default 0."""
     request_id: Annotated[str, Meta(pattern=SANE_ID)] | None = None
     """Becomes a part of the answer's id, and names the request in the gRPC method Abort."""
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     """The prefix cache is shared only with requests that have the same; without @ / \\ and NUL."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Only so many tokens of a longer prompt; -1: as many as fit."""
@@ -202,10 +203,6 @@ def _check_common(request: CommonRequest, model: ServedModel) -> None:
         )
     if request.cache_salt is not None:
         check_cache_salt(request.cache_salt)
-    if request.truncate_prompt_tokens == 0:
-        raise RequestError(
-            "truncate_prompt_tokens is 0; expected -1 or at least 1", param="truncate_prompt_tokens"
-        )
     if request.return_routed_experts and not model.config.moe_layers:
         raise RequestError(
             "this model has no routed experts",
@@ -218,8 +215,10 @@ def check_cache_salt(salt: str, param: str = "cache_salt") -> None:
     """Refuses salts that could be mistaken for something else where they are stored.
 
     Raises:
-        RequestError: It has @, /, \\ or NUL.
+        RequestError: It has @, /, \\ or NUL, or more than 128 characters.
     """
+    if len(salt) > _MAX_SALT_LEN:
+        raise RequestError(f"{param} is longer than {_MAX_SALT_LEN} characters", param=param)
     if any(letter in salt for letter in "@/\\\0"):
         raise RequestError(f"{param} has one of @ / \\ NUL", param=param)
 

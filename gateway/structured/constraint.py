@@ -149,6 +149,20 @@ def _from_structured_outputs(value: object, param: str = "structured_outputs") -
     return _KINDS[name](entry, f"{param}.{name}")
 
 
+def constraint_of(kind: str, value: object, param: str) -> Constraint:
+    """A constraint of one kind.
+
+    Args:
+        kind: "json", "regex", "choice", "grammar" or "json_object".
+        value: As in `structured_outputs`.
+        param: Path of the parameter, for errors.
+
+    Raises:
+        RequestError: The value is wrong.
+    """
+    return _KINDS[kind](value, param)
+
+
 def _says(name: str, entry: object) -> bool:
     """False for what changes nothing, and for fields that are unknown."""
     if name == "json_object" and entry is False:

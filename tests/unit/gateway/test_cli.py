@@ -27,6 +27,7 @@ class Served(list[GatewaySettings]):
     """Settings that `serve` was called with; nothing is started."""
 
     ask: str | None = None
+    keys: tuple[str, ...] = ()
 
     @property
     def only(self) -> GatewaySettings:
@@ -40,9 +41,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Replaces what `expertmesh serve` starts by a recorder."""
     calls = Served()
 
-    def record(settings: GatewaySettings, *, ask: str | None) -> int:
+    def record(settings: GatewaySettings, *, ask: str | None, keys: tuple[str, ...]) -> int:
         calls.append(settings)
         calls.ask = ask
+        calls.keys = keys
         return 0
 
     monkeypatch.setattr(gateway.launcher, "serve_model", record)
