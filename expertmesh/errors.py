@@ -21,8 +21,10 @@ ExpertMeshError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from expertmesh.v1 import expert_service_pb2 as pb
+if TYPE_CHECKING:  # slow to import, and the command line wants only the exceptions
+    from expertmesh.v1 import expert_service_pb2 as pb
 
 
 class ExpertMeshError(Exception):
