@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,11 @@ from gateway.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+_TOKEN_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_OWN_VARIABLES = frozenset(
+    {*_TOKEN_VARIABLES, "messages", "add_generation_prompt", "tools", "documents"}
+)
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages; "developer" is another word for "system"."""
 
@@ -35,6 +41,21 @@ Message = dict[str, Any]
 "name" of a result. Keys are the template's, all texts are a client's."""
 Tools = Sequence[dict[str, Any]] | None
 """Definitions of tools for the template."""
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool = True
+    """The prompt ends with the head of an answer."""
+    continue_final_message: bool = False
+    """The prompt ends with the content of the last message."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """A client's variables for the template."""
+
+
+USUAL = TemplateOptions()
 
 
 class ChatTemplate:
@@ -74,54 +95,91 @@ class ChatTemplate:
         except ValueError as error:
             raise CheckpointError(f"weights: {model_dir}: {error}") from error
 
-    def render(self, messages: Sequence[Message], tools: Tools = None) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Tools = None, options: TemplateOptions = USUAL
+    ) -> str:
         """The prompt's text, ending where the answer begins.
 
         Raises:
-            RequestError: The template refuses the conversation.
+            RequestError: The template refuses the conversation or the variables.
             EngineError: The template fails.
         """
+        self._check_variables(options.variables)
+        if not options.continue_final_message:
+            return self._render_checked(messages, tools, options)
+        end = _unused_letter(list(texts_in([messages, tools, options.variables])))
+        last = {**messages[-1], "content": messages[-1]["content"] + end}
+        text = self._render_checked([*messages[:-1], last], tools, options)
+        head, found, _ = text.rpartition(end)
+        if not found:
+            raise RequestError(
+                "the chat template does not end with the content of the last message as it is",
+                param="continue_final_message",
+                code="unsupported_by_model",
+            )
+        return head
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Refuses to replace what the template gets from us."""
+        for name in variables:
+            if name in _OWN_VARIABLES or name in self._template.globals:
+                param = "chat_template_kwargs"
+                raise RequestError(f"{param} cannot have {name[:100]!r}", param=param)
+
+    def _render_checked(
+        self, messages: Sequence[Message], tools: Tools, options: TemplateOptions
+    ) -> str:
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, options)
         except _RefusedError as error:
             raise RequestError(f"messages: {str(error)[:200]}", param="messages") from error
         except Exception as error:
+            if options.variables:  # a template need not expect every value of them
+                raise RequestError(
+                    "the chat template fails with these variables", param="chat_template_kwargs"
+                ) from error
             _log.exception("the chat template of the model failed")
             raise EngineError("the chat template of the model failed") from error
 
     def try_render(self, messages: Sequence[Message], tools: Tools = None) -> str | None:
         """The prompt's text; None if the template does not like the conversation."""
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, USUAL)
         except Exception as error:  # whatever code of a model folder may raise
             _log.debug("the chat template does not take a conversation: %r", error)
             return None
 
-    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
-        variables = {
-            role: self._tokenizer.special_token(role)
-            for role in ("bos_token", "eos_token", "unk_token", "pad_token")
-        }
+    def _render(self, messages: Sequence[Message], tools: Tools, options: TemplateOptions) -> str:
+        variables = {role: self._tokenizer.special_token(role) for role in _TOKEN_VARIABLES}
+        add_generation_prompt = options.add_generation_prompt and not options.continue_final_message
         return self._template.render(
-            messages=list(messages),
-            add_generation_prompt=True,
-            tools=None if tools is None else list(tools),
-            documents=None,
-            **variables,
+            {
+                **options.variables,
+                **variables,
+                "messages": list(messages),
+                "add_generation_prompt": add_generation_prompt,
+                "tools": None if tools is None else list(tools),
+                "documents": None,
+            }
         )
 
-    def encode(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], tools: Tools = None, options: TemplateOptions = USUAL
+    ) -> list[int]:
         """Token ids of the prompt. Raises as `render` does."""
-        typed = list(texts_in([messages, tools]))
+        typed = list(texts_in([messages, tools, options.variables]))
         if not any(self._spells_special(text) for text in typed):
-            return self._tokenizer.encode(self.render(messages, tools), add_special_tokens=False)
+            text = self.render(messages, tools, options)
+            return self._tokenizer.encode(text, add_special_tokens=False)
         mark = _unused_letter(typed)
         marked_messages = [
             {key: self._marked(value, mark) for key, value in message.items()}
             for message in messages
         ]
         marked_tools = None if tools is None else [self._marked(tool, mark) for tool in tools]
-        return self._encode_marked(self.render(marked_messages, marked_tools), mark)
+        variables = {name: self._marked(value, mark) for name, value in options.variables.items()}
+        marked = replace(options, variables=variables)
+        return self._encode_marked(self.render(marked_messages, marked_tools, marked), mark)
 
     def _marked(self, value: Any, mark: str) -> Any:
         """A value with the mark in each of its texts, as `_mark_specials` puts it."""
@@ -204,7 +262,7 @@ def texts_in(value: Any) -> Iterator[str]:
     """All texts in a nested value, keys of objects included."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         yield from texts_in(list(value))
         yield from texts_in(list(value.values()))
     elif isinstance(value, list | tuple):

@@ -68,14 +68,7 @@ class StatusHandlers:
     async def load(self, request: web.Request) -> web.Response:
         """Requests that run or wait."""
         stats = self._frontend.stats()
-        return json_response(
-            {
-                "server_load": stats.num_running + stats.num_waiting,
-                "num_requests_running": stats.num_running,
-                "num_requests_waiting": stats.num_waiting,
-                "kv_cache_usage_perc": kv_cache_usage(stats),
-            }
-        )
+        return json_response({"server_load": stats.num_running + stats.num_waiting})
 
     async def server_info(self, request: web.Request) -> web.Response:
         """What is served with which settings."""

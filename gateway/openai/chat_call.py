@@ -51,7 +51,13 @@ async def prepare_chat(frontend: GenerationFrontend, fields: Mapping[str, object
     constraint = _constraint(fields, tools)
     limit = _limit(body)
     truncation = truncation_of(body, model, limit.requested)
-    prompt = await encode_chat(frontend, body.messages, truncation=truncation, tools=tools.offered)
+    prompt = await encode_chat(
+        frontend,
+        body.messages,
+        truncation=truncation,
+        tools=tools.offered,
+        options=body.template_options(),
+    )
     check_together([prompt], body.n or 1, frontend.limits.max_prompt_tokens, "messages")
     if tools.choice is Choice.AUTO and model.tool_format.needs_special_tokens:
         body.skip_special_tokens = False

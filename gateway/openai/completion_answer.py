@@ -84,7 +84,6 @@ class CompletionAnswer(Answer):
         logprobs, self._offsets[index] = completion_logprobs(
             self.model.tokenizer,
             output.logprobs,
-            num_top=self.options.num_logprobs,
             offset=self._offsets[index],
             prompt=self._prompt_tokens(index, output) if echo else (),
             as_ids=self.options.tokens_as_ids,

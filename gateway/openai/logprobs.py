@@ -49,7 +49,6 @@ def completion_logprobs(
     tokenizer: Tokenizer | None,
     tokens: Sequence[TokenLogprobs],
     *,
-    num_top: int,
     offset: int,
     prompt: Sequence[tuple[int, TokenLogprobs | None]] = (),
     as_ids: bool = False,
@@ -59,7 +58,6 @@ def completion_logprobs(
     Args:
         tokenizer: For the spelling.
         tokens: Generated tokens.
-        num_top: Candidates asked for; 0 gives null in their place.
         offset: Characters before the first token.
         prompt: Tokens of the prompt that come before, if it is part of the text; the first one has
             no log probability.
@@ -76,16 +74,20 @@ def completion_logprobs(
     logprobs: Json = {
         "tokens": spelled,
         "token_logprobs": [None if token is None else _finite(token.logprob) for _, token in found],
-        "top_logprobs": [_top(speller, token) for _, token in found] if num_top else None,
+        "top_logprobs": [_top(speller, token) for _, token in found],
         "text_offset": ends[:-1],
     }
     return logprobs, ends[-1]
 
 
 def _top(speller: Tokenizer | None, token: TokenLogprobs | None) -> Json | None:
+    """The candidates, and the token itself where it is none of them."""
     if token is None:
         return None
-    return {spell(speller, token_id, whole=True): _finite(value) for token_id, value in token.top}
+    found = {**dict(token.top), token.token_id: token.logprob}
+    return {
+        spell(speller, token_id, whole=True): _finite(value) for token_id, value in found.items()
+    }
 
 
 def prompt_logprobs(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from expertmesh.errors import ContextLengthError, RequestError
-from gateway.chat_template import texts_in
+from gateway.chat_template import USUAL, TemplateOptions, texts_in
 from gateway.generation_options import check_token_ids, shown
 from gateway.openai.conversation import conversation_of
 from gateway.openai.schema import ChatMessage, CommonRequest
@@ -105,6 +105,7 @@ async def encode_chat(
     *,
     truncation: Truncation = _KEEP_ALL,
     tools: Sequence[Tool] = (),
+    options: TemplateOptions = USUAL,
 ) -> TokenIds:
     """Token ids of a conversation.
 
@@ -114,12 +115,15 @@ async def encode_chat(
         param: Path of the parameter, for errors.
         truncation: How to cut what is too long.
         tools: What the model is told of.
+        options: How the conversation becomes a prompt.
 
     Raises:
         RequestError: A message is not usable; names its index.
     """
     bounded = truncation.num_tokens is None
-    ids = await encode_messages(frontend, messages, param, tools=tools, bounded=bounded)
+    ids = await encode_messages(
+        frontend, messages, param, tools=tools, options=options, bounded=bounded
+    )
     return truncation.cut(_usable(ids, frontend.model, param))
 
 
@@ -129,6 +133,7 @@ async def encode_messages(
     param: str = "messages",
     *,
     tools: Sequence[Tool] = (),
+    options: TemplateOptions = USUAL,
     bounded: bool = False,
 ) -> list[int]:
     """Token ids of a conversation, which may be none.
@@ -138,6 +143,7 @@ async def encode_messages(
         messages: The conversation.
         param: Path of the parameter, for errors.
         tools: What the model is told of.
+        options: How the conversation becomes a prompt.
         bounded: Refuse what cannot fit into the context, before it is encoded.
 
     Raises:
@@ -156,7 +162,7 @@ async def encode_messages(
     size = sum(map(len, texts_in([conversation, definitions])))
     if bounded:
         check_text_len(model, size, param)
-    encode = partial(model.chat_template.encode, tools=definitions)
+    encode = partial(model.chat_template.encode, tools=definitions, options=options)
     return await _encode(frontend, size, encode, conversation)
 
 

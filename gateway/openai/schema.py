@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from expertmesh.errors import ModelNotFoundError, RequestError, UnsupportedError
+from gateway.chat_template import TemplateOptions
 from gateway.generation_options import GenerationOptions, NumLogprobs, convert, shown
 from gateway.service import ServedModel
 
@@ -34,7 +35,7 @@ class CommonRequest(GenerationOptions, kw_only=True):
     """What both endpoints have."""
 
     model: str | None = None
-    """Absent: the one that is served, unless the server wants it named."""
+    """Absent or empty: the one that is served, unless the server wants it named."""
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     """Choices for each prompt."""
     stream: bool | None = None
@@ -96,6 +97,44 @@ class ChatRequest(CommonRequest, kw_only=True):
     """Log probabilities of the generated tokens."""
     top_logprobs: NumLogprobs | None = None
     """With so many of the most likely tokens; needs `logprobs`."""
+    add_generation_prompt: bool | None = None
+    """The prompt ends with the head of an answer; default true."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message."""
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    """Variables for the model's chat template, such as `enable_thinking`."""
+
+    def template_options(self) -> TemplateOptions:
+        """How the conversation becomes a prompt.
+
+        Raises:
+            RequestError: Two of the options exclude each other.
+        """
+        return template_options(
+            self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs
+        )
+
+
+def template_options(
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    variables: Mapping[str, Any] | None,
+) -> TemplateOptions:
+    """How a conversation becomes a prompt; None means the default.
+
+    Raises:
+        RequestError: Two of the options exclude each other.
+    """
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    return TemplateOptions(
+        add_generation_prompt=add_generation_prompt is not False,
+        continue_final_message=bool(continue_final_message),
+        variables=variables or {},
+    )
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -133,12 +172,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Known but unsupported: name to the values that change nothing, besides null."""
 
 _NEUTRAL_IN_CHAT: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none",),
     "functions": (),
@@ -230,9 +266,9 @@ def check_model(name: str | None, model: ServedModel) -> None:
         ModelNotFoundError: It is not the one that is served.
         RequestError: It is missing.
     """
-    if name is None and model.name_required:
+    if not name and model.name_required:
         raise RequestError(f"model is missing; this server has {shown(model.name)}", param="model")
-    if name is not None and name != model.name:
+    if name and name != model.name:
         raise ModelNotFoundError(
             f"the model {shown(name)} does not exist; this server has {shown(model.name)}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -15,9 +15,10 @@ from gateway.openai.body import read_json
 from gateway.openai.handlers import json_response
 from gateway.openai.logprobs import Json
 from gateway.openai.prompts import encode_messages
-from gateway.openai.schema import ChatMessage, check_model
+from gateway.openai.schema import ChatMessage, check_model, template_options
 from gateway.service import GenerationFrontend
 from gateway.tokenizer import Tokenizer
+from gateway.tools.definitions import parse_tool_use
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -28,6 +29,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool | None = None
     """Of a text; default true."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """The last three are of a conversation, as in /v1/chat/completions; `tools` too."""
     return_token_strs: bool | None = None
     """The tokens as the vocabulary spells them, too."""
 
@@ -54,9 +59,10 @@ class TokenizerHandlers:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """POST /tokenize."""
-        body = convert(await read_json(request, self._frontend), TokenizeRequest)
+        fields = await read_json(request, self._frontend)
+        body = convert(fields, TokenizeRequest)
         check_model(body.model, self._model)
-        ids = await self._token_ids(body)
+        ids = await self._token_ids(body, fields)
         answer: Json = {
             "count": len(ids),
             "max_model_len": self._model.max_model_len,
@@ -68,11 +74,17 @@ class TokenizerHandlers:
             answer["token_strs"] = [tokenizer.spelling(token_id) for token_id in ids]
         return json_response(answer)
 
-    async def _token_ids(self, body: TokenizeRequest) -> list[int]:
+    async def _token_ids(self, body: TokenizeRequest, fields: Mapping[str, object]) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("expected one of prompt and messages", param="prompt")
         if body.messages is not None:
-            return await encode_messages(self._frontend, body.messages)
+            options = template_options(
+                body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+            )
+            tools = parse_tool_use(fields).offered
+            return await encode_messages(
+                self._frontend, body.messages, tools=tools, options=options
+            )
         special = body.add_special_tokens is not False
         encode = self._tokenizer("prompt").encode
         return await self._frontend.run_in_thread(encode, body.prompt or "", special)

@@ -267,6 +267,11 @@ def chats() -> Iterator[BadRequest]:
         ),
     ):
         yield _chat(f"messages {name}", code, param, messages=value)
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    yield _chat("both ends", "invalid_value", "continue_final_message", **both)
+    for name, value in (("list", [1]), ("own", {"messages": []}), ("global", {"range": 1})):
+        kwargs = {"chat_template_kwargs": value}
+        yield _chat(f"variables {name}", "invalid_value", "chat_template_kwargs", **kwargs)
     yield _chat("top_logprobs alone", "invalid_value", "top_logprobs", top_logprobs=3)
     yield _chat("top_logprobs 21", "invalid_value", "top_logprobs", logprobs=True, top_logprobs=21)
     yield _chat("logprobs 5", "invalid_value", "logprobs", logprobs=5)
@@ -277,7 +282,6 @@ def models() -> Iterator[BadRequest]:
     """Names of models that are not served."""
     for name, value in (
         ("unknown", "gpt-unknown"),
-        ("empty", ""),
         ("path", "../../etc/passwd"),
         ("long", "x" * 1_000_000),
         ("newline", "a\r\nSet-Cookie: b=c"),

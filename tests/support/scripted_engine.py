@@ -23,7 +23,7 @@ from expertmesh.model_config import (
     MoeFfnConfig,
     RopeConfig,
 )
-from gateway.app import build_app, make_runner
+from gateway.app import Access, build_app, make_runner
 from gateway.chat_template import ChatTemplate
 from gateway.engine_observer import EngineObserver
 from gateway.mesh_status import MeshStatus
@@ -223,6 +223,7 @@ async def scripted_gateway(
     mesh: MeshStatus | None = None,
     add_routes: Callable[[web.Application], None] | None = None,
     model: ServedModel | None = None,
+    access: Access | None = None,
 ) -> AsyncIterator[Gateway]:
     """Starts the server on a free port and stops it."""
     model = model or served_model(tokenizer=tokenizer)
@@ -237,7 +238,8 @@ async def scripted_gateway(
         mesh or MeshStatus(epoch=1),
     )
     metrics.watch(engine.stats, gateway.frontend.mesh)
-    app = build_app(gateway.frontend, registry)
+    settings = {"http": {"port": 1}}
+    app = build_app(gateway.frontend, registry, access=access or Access(), settings=settings)
     if add_routes is not None:
         add_routes(app)
     runner = make_runner(app, limits, stop_s=1.0)

@@ -121,7 +121,7 @@ async def test_echo_without_generation(gateway: Gateway, session: aiohttp.Client
             [],
         )
         assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.25]
-        assert choice["logprobs"]["top_logprobs"] is None
+        assert choice["logprobs"]["top_logprobs"] == [None, {"y": -0.25}, {"z": -0.25}]
         assert answer["usage"]["completion_tokens"] == 0
         assert experts_of(choice).shape == (2, 1, 2)
         chunks = await events(session, gateway, TEXT, body)
