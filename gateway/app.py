@@ -23,6 +23,7 @@ from gateway.openai.body import BodyError
 from gateway.openai.errors import ApiError, api_error
 from gateway.openai.handlers import REQUEST_ID, OpenAiHandlers
 from gateway.openai.tokenizer_handlers import TokenizerHandlers
+from gateway.responses.handlers import ResponseHandlers
 from gateway.service import ApiLimits, GenerationFrontend, new_id
 from gateway.status_handlers import OPEN_PATHS, StatusHandlers, load_header
 
@@ -69,6 +70,7 @@ def build_app(
     app.on_response_prepare.append(door.add_headers)
     OpenAiHandlers(frontend).add_routes(app.router)
     TokenizerHandlers(frontend).add_routes(app.router)
+    ResponseHandlers(frontend).add_routes(app.router)
     StatusHandlers(frontend, registry, settings).add_routes(app.router)
     return app
 

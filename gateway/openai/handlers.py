@@ -117,7 +117,7 @@ class OpenAiHandlers:
         with self._frontend.open(prompts) as stream:
             if body.stream:
                 return await self._stream(request, answer, stream)
-            return json_response(answer.whole(await _collect(stream, len(prompts))))
+            return json_response(answer.whole(await collect_outputs(stream, len(prompts))))
 
     async def _stream(
         self, request: web.Request, answer: Answer, stream: GenerationStream
@@ -206,12 +206,12 @@ def check_prompt_start(body: CommonRequest, num_prompt_tokens: int) -> None:
         raise RequestError(f"{param} is {start}; the prompt has {num_prompt_tokens}", param=param)
 
 
-async def _collect(stream: GenerationStream, num_choices: int) -> list[RequestOutput]:
+async def collect_outputs(stream: GenerationStream, num_choices: int) -> list[RequestOutput]:
     """Merged outputs of each choice."""
     parts: list[list[RequestOutput]] = [[] for _ in range(num_choices)]
     while not stream.done:
         for index, output in await stream.next() or ():
-            _check_not_aborted(output)
+            check_not_aborted(output)
             parts[index].append(output)
     return [merge(outputs) for outputs in parts]
 
@@ -219,12 +219,12 @@ async def _collect(stream: GenerationStream, num_choices: int) -> list[RequestOu
 def _chunks(answer: Answer, outputs: Sequence[tuple[int, RequestOutput]]) -> list[Json]:
     chunks: list[Json] = []
     for index, output in outputs:
-        _check_not_aborted(output)
+        check_not_aborted(output)
         chunks += answer.chunks(index, output)
     return chunks
 
 
-def _check_not_aborted(output: RequestOutput) -> None:
+def check_not_aborted(output: RequestOutput) -> None:
     """An aborted answer must not pass for a whole one: the API has no word for it."""
     if output.finish_reason is FinishReason.ABORT:
         raise AbortedError

@@ -187,7 +187,7 @@ def parse_chat(body: Mapping[str, object], model: ServedModel) -> ChatRequest:
     Raises:
         RequestError: Names the parameter that is wrong.
     """
-    _refuse_unsupported(body, _NEUTRAL | _NEUTRAL_IN_CHAT)
+    refuse_unsupported(body, _NEUTRAL | _NEUTRAL_IN_CHAT)
     request = convert(body, ChatRequest)
     _check_common(request, model)
     if request.top_logprobs and not request.logprobs:
@@ -201,7 +201,7 @@ def parse_completion(body: Mapping[str, object], model: ServedModel) -> Completi
     Raises:
         RequestError: Names the parameter that is wrong.
     """
-    _refuse_unsupported(body, _NEUTRAL)
+    refuse_unsupported(body, _NEUTRAL)
     request = convert(body, CompletionRequest)
     _check_common(request, model)
     if request.max_tokens == 0 and not request.echo:
@@ -214,7 +214,16 @@ def parse_completion(body: Mapping[str, object], model: ServedModel) -> Completi
     return request
 
 
-def _refuse_unsupported(body: Mapping[str, object], neutral: dict[str, tuple[object, ...]]) -> None:
+def refuse_unsupported(body: Mapping[str, object], neutral: dict[str, tuple[object, ...]]) -> None:
+    """Refuses known parameters by name, unless they have a value that changes nothing.
+
+    Args:
+        body: The request.
+        neutral: Name to the values that change nothing, besides null.
+
+    Raises:
+        UnsupportedError: Names the first one.
+    """
     for name, value in body.items():
         if value is None or name not in neutral:
             continue

@@ -1,0 +1,125 @@
+"""Answers in typed events, for the APIs that name their events, whole or streamed.
+
+The whole answer is what the events of a stream add up to, as both come from the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import orjson
+from aiohttp import web
+
+from gateway.openai.answers import AnswerOptions, ChatAnswer
+from gateway.openai.chat_call import ChatCall
+from gateway.openai.errors import ApiError, api_error
+from gateway.openai.event_stream import EventStream
+from gateway.openai.handlers import (
+    REQUEST_ID,
+    check_not_aborted,
+    collect_outputs,
+    engine_prompts,
+    json_response,
+)
+from gateway.openai.logprobs import Json
+from gateway.sequence import RequestOutput
+from gateway.service import GenerationFrontend, GenerationStream
+
+
+class TypedAnswer(Protocol):
+    """Makes the events of one answer; each has a "type", which is the name of the event."""
+
+    def push(self, output: RequestOutput) -> list[Json]:
+        """What a step of the engine adds; the first call begins the answer, the output with a
+        finish reason ends it."""
+
+    def whole(self) -> Json:
+        """The answer, once it has ended."""
+
+    def keep_alive(self) -> list[Json]:
+        """What is sent if there is nothing to say; empty for a comment."""
+
+    def fail(self, error: ApiError) -> list[Json]:
+        """The end of a stream that failed."""
+
+
+class TypedEventStream(EventStream):
+    """Server-sent events with names."""
+
+    async def send(self, events: Iterable[Json]) -> None:
+        """Sends events in one write. Raises as for every stream."""
+        pieces = [
+            b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), orjson.dumps(event))
+            for event in events
+        ]
+        if pieces:
+            await self._write(b"".join(pieces))
+
+    async def finish(self) -> None:
+        """Ends the stream; the last event says so itself."""
+        await self.response.write_eof()
+
+
+async def give_answer(
+    request: web.Request,
+    frontend: GenerationFrontend,
+    call: ChatCall,
+    answer_id: str,
+    answer: TypedAnswer,
+) -> web.StreamResponse:
+    """Generates and answers, as a stream if the request wants one.
+
+    Args:
+        request: The HTTP request.
+        frontend: Where outputs come from.
+        call: The chat request.
+        answer_id: Id of the answer, and of its request in the engine.
+        answer: Makes the answer.
+
+    Raises:
+        Exception: What goes wrong before the first event.
+    """
+    prompts = engine_prompts(
+        call.body,
+        ChatAnswer(answer_id, call.model, [call.prompt], AnswerOptions()),
+        call.limit,
+        call.grammar,
+    )
+    with frontend.open(prompts) as stream:
+        if call.body.stream:
+            return await _stream(request, frontend, answer, stream)
+        (output,) = await collect_outputs(stream, 1)
+        answer.push(output)
+        return json_response(answer.whole())
+
+
+async def _stream(
+    request: web.Request,
+    frontend: GenerationFrontend,
+    answer: TypedAnswer,
+    stream: GenerationStream,
+) -> web.StreamResponse:
+    limits = frontend.limits
+    events = TypedEventStream(request, limits.write_timeout_s)
+    try:
+        while not stream.done:
+            outputs = await stream.next(limits.keep_alive_s)
+            if outputs is None:
+                await _keep_alive(events, answer)
+            for _, output in outputs or ():
+                check_not_aborted(output)
+                await events.send(answer.push(output))
+    except ConnectionError:
+        raise  # the client is gone; there is nobody to tell
+    except Exception as error:
+        if not events.started:
+            raise
+        await events.send(answer.fail(api_error(error, request[REQUEST_ID])))
+    await events.finish()
+    return events.response
+
+
+async def _keep_alive(events: TypedEventStream, answer: TypedAnswer) -> None:
+    sent = answer.keep_alive()
+    await (events.send(sent) if sent else events.keep_alive())
