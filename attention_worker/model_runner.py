@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attention_worker.batch import Batch, Schedule, make_batch
+from attention_worker.drafts import Speculation, make_drafter
 from attention_worker.experts import ExpertClient
 from attention_worker.grammar import GrammarMasker, PendingMasks
 from attention_worker.kv_cache import PagedKvCache
@@ -49,6 +50,8 @@ class RunnerLimits:
     """Most tokens of one step."""
     expert_call_timeout_s: float = 30.0
     """Longest time of one layer's call to the experts, in seconds."""
+    speculation: Speculation = field(default_factory=Speculation)
+    """How many tokens are proposed to be verified together."""
 
 
 def ignore_logits(slots_R: npt.NDArray[np.int64], logits_RV: Tensor) -> None:
@@ -77,6 +80,7 @@ class ModelRunner:
         self._deltas = StepDeltas(
             self._slots, self._state, model.config.vocab_size, limits.max_step_tokens
         )
+        self._drafter = make_drafter(limits.speculation, limits.num_request_slots)
         self._last_step = -1
 
     def reset(self) -> None:
@@ -87,8 +91,9 @@ class ModelRunner:
     def execute(self, step: pb.StepRequest) -> pb.StepResponse:
         """Executes one step; every outcome is in the response's status, nothing is raised.
 
-        STATUS_DONE: one sampled token per request with `sample`, except those in
-        `nonfinite_slots`, which get none. STATUS_PAUSED: `missing` experts have no usable copy.
+        STATUS_DONE: one sampled token per request with `sample`, and one more for each accepted
+        draft; requests in `nonfinite_slots` and `failures` get none.
+        STATUS_PAUSED: `missing` experts have no usable copy.
         STATUS_FAILED: the step is malformed, or computing it failed; the message says how.
         """
         started_s = time.monotonic()
@@ -162,6 +167,7 @@ class ModelRunner:
             tokens.report(response, logits_RV, self._slots)
             num_computed_S[schedule.sample_S] -= tokens.num_rejected_P
             tokens.commit(self._slots)
+            response.drafts.extend(self._drafter.propose(tokens, self._slots))
         self._slots.commit_computed(schedule.slots_S, num_computed_S)
         return num_computed_S
 

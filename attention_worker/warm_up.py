@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_worker.drafts import Speculation
 from attention_worker.experts import Pending
 from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import PagedKvCache
@@ -68,7 +69,9 @@ def warm_up(model: Model, kv: PagedKvCache) -> None:
         RuntimeError: A step fails, so no request could be served either.
     """
     experts = _ZeroExperts(model.config.num_experts)
-    limits = RunnerLimits(num_request_slots=2, max_step_tokens=8)
+    limits = RunnerLimits(
+        num_request_slots=2, max_step_tokens=8, speculation=Speculation(num_tokens=1)
+    )
     no_grammars = GrammarMasker(None, (), model.config.vocab_size)
     runner = ModelRunner(model, experts, kv, limits, no_grammars)
     num_tokens = min(2, model.max_model_len - 2)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from attention_worker.drafts import Speculation
 from attention_worker.experts import LocalExperts, RemoteExperts
 from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import (
@@ -151,6 +152,11 @@ def _limits(settings: AttentionWorkerSettings) -> RunnerLimits:
         num_request_slots=settings.engine.max_num_seqs,
         max_step_tokens=settings.engine.max_num_batched_tokens,
         expert_call_timeout_s=settings.engine.expert_call_timeout_s,
+        speculation=Speculation(
+            num_tokens=settings.engine.num_speculative_tokens,
+            lookup_max=settings.engine.prompt_lookup_max,
+            lookup_min=settings.engine.prompt_lookup_min,
+        ),
     )
 
 

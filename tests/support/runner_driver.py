@@ -6,6 +6,7 @@ chunks in one step. Logits of every sampled position are kept, to be compared bi
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attention_worker.drafts import Speculation
 from attention_worker.experts import ExpertClient, LocalExperts
 from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import PagedKvCache
@@ -46,6 +48,7 @@ def make_runner(
     num_blocks: int = 512,
     block_size: int = 16,
     experts: ExpertClient | None = None,
+    speculation: Speculation | None = None,
 ) -> ModelRunner:
     """A runner of a checkpoint; with its experts in this process, unless others are given."""
     checkpoint = Checkpoint.open(model_dir)
@@ -55,7 +58,11 @@ def make_runner(
         model,
         experts or local_experts(checkpoint, dtype),
         PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, cpu),
-        RunnerLimits(num_request_slots=num_slots, max_step_tokens=1024),
+        RunnerLimits(
+            num_request_slots=num_slots,
+            max_step_tokens=1024,
+            speculation=speculation or Speculation(),
+        ),
         GrammarMasker(
             checkpoint.tokenizer_path, checkpoint.config.eos_token_ids, model.config.vocab_size
         ),
@@ -74,6 +81,8 @@ class DrivenRequest:
     """Prompt and output."""
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_drafts: int = 0
+    """Tokens that the runner proposes to verify."""
     known: bool = False
     """The runner has been told of it."""
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
@@ -88,9 +97,14 @@ class DrivenRequest:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def num_left(self) -> int:
+        """Tokens to come."""
+        return self.max_tokens - len(self.output)
+
+    @property
     def finished(self) -> bool:
         """All tokens are there; end tokens are not looked at."""
-        return len(self.output) >= self.max_tokens
+        return self.num_left <= 0
 
 
 class RunnerDriver:
@@ -113,7 +127,7 @@ class RunnerDriver:
         # Taken from the end, so that blocks descend: their order in the pool must not matter.
         self._free_blocks = list(range(runner.kv.num_blocks))
         self._freed: list[int] = []
-        self._logits: dict[int, npt.NDArray[np.float32]] = {}
+        self._logits: defaultdict[int, list[npt.NDArray[np.float32]]] = defaultdict(list)
         runner.on_logits = self._keep_logits
 
     def submit(
@@ -150,6 +164,7 @@ class RunnerDriver:
         for request in self.running:
             num_tokens = min(len(request.tokens) - request.num_computed, self.chunk, budget)
             if num_tokens:
+                num_tokens += min(request.num_drafts, request.num_left - 1, budget - num_tokens)
                 self._schedule(step, request, num_tokens)
                 budget -= num_tokens
         return step
@@ -158,6 +173,7 @@ class RunnerDriver:
         """Takes slot and blocks away; the request starts over with the tokens it has."""
         self._release(request)
         request.num_computed = 0
+        request.num_drafts = 0
         request.known = False
         self.waiting.insert(0, request)
 
@@ -185,13 +201,20 @@ class RunnerDriver:
             start=request.num_computed,
             num_tokens=num_tokens,
             new_block_ids=new_blocks,
-            sample=end == len(request.tokens),
+            sample=end >= len(request.tokens),
         )
 
     def _commit(self, step: pb.StepRequest, response: pb.StepResponse) -> None:
         by_slot = {request.slot: request for request in self.running}
+        num_sampled = Counter(token.slot for token in response.sampled)
         for work in step.scheduled:
-            by_slot[work.slot].num_computed += work.num_tokens
+            request = by_slot[work.slot]
+            num_drafts = max(0, work.start + work.num_tokens - len(request.tokens))
+            num_accepted = max(0, num_sampled[work.slot] - 1)
+            request.num_computed += work.num_tokens - num_drafts + num_accepted
+            request.num_drafts = 0
+        for drafts in response.drafts:
+            by_slot[drafts.slot].num_drafts = drafts.num_drafts
         for logprobs in response.prompt_logprobs:
             by_slot[logprobs.slot].prompt_logprobs.append(logprobs)
         for experts in response.routed_experts:
@@ -200,7 +223,7 @@ class RunnerDriver:
             request = by_slot[token.slot]
             request.tokens.append(token.token_id)
             request.sampled.append(token)
-            request.logits.append(self._logits.pop(token.slot))
+            request.logits.append(self._logits[token.slot].pop(0))
         for request in [request for request in self.running if request.finished]:
             self._release(request)
 
@@ -211,6 +234,7 @@ class RunnerDriver:
         self._free_blocks.extend(request.blocks)
         request.blocks = []
 
-    def _keep_logits(self, slots_P: npt.NDArray[np.int64], logits_PV: Tensor) -> None:
-        for slot, logits_V in zip(slots_P.tolist(), logits_PV.cpu().numpy(), strict=True):
-            self._logits[slot] = logits_V.copy()
+    def _keep_logits(self, slots_R: npt.NDArray[np.int64], logits_RV: Tensor) -> None:
+        self._logits.clear()
+        for slot, logits_V in zip(slots_R.tolist(), logits_RV.cpu().numpy(), strict=True):
+            self._logits[slot].append(logits_V.copy())
