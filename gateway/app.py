@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from gateway.api_keys import ApiKeys, bearer_key
 from gateway.cors import Cors
+from gateway.messages.errors import in_style_of
+from gateway.messages.handlers import MessagesHandlers
 from gateway.openai.body import BodyError
 from gateway.openai.errors import ApiError, api_error
 from gateway.openai.handlers import REQUEST_ID, OpenAiHandlers
@@ -71,6 +73,7 @@ def build_app(
     OpenAiHandlers(frontend).add_routes(app.router)
     TokenizerHandlers(frontend).add_routes(app.router)
     ResponseHandlers(frontend).add_routes(app.router)
+    MessagesHandlers(frontend).add_routes(app.router)
     StatusHandlers(frontend, registry, settings).add_routes(app.router)
     return app
 
@@ -123,9 +126,9 @@ class _Door:
         except ConnectionError:
             raise  # the client is gone
         except BodyError as error:
-            return await _answer_and_close(request, api_error(error, request[REQUEST_ID]))
+            return await _answer_and_close(request, _error(request, error))
         except Exception as error:
-            return api_error(error, request[REQUEST_ID]).response()
+            return _error(request, error).response()
 
     def _check_key(self, request: web.Request) -> None:
         if request.path in OPEN_PATHS:
@@ -143,6 +146,10 @@ class _Door:
         load = load_header(wanted, self._frontend.stats()) if wanted else None
         if load is not None:
             response.headers["endpoint-load-metrics"] = load
+
+
+def _error(request: web.Request, error: Exception) -> ApiError:
+    return in_style_of(request.path, api_error(error, request[REQUEST_ID]))
 
 
 def _give_id(request: web.BaseRequest) -> str:

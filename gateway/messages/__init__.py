@@ -1,0 +1,1 @@
+"""POST /v1/messages, the API of Anthropic's clients, as an adapter over chats."""
