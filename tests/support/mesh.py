@@ -6,7 +6,7 @@ asked to, that nothing they started is left, and that their ports are free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +71,13 @@ def watch_once(address: str, *, timeout_s: float = 10.0) -> pb.WatchResponse:
     return snapshot
 
 
-def start_server(arguments: Sequence[str], *, name: str) -> Server:
+def start_server(
+    arguments: Sequence[str], *, name: str, env: Mapping[str, str] | None = None
+) -> Server:
     """Starts `expertmesh *arguments` on free ports and waits until it serves."""
     compile_kernels()
-    process = Managed([*COMMAND, *arguments, "--port", "0", "--grpc-port", "0"], name=name)
+    argv = [*COMMAND, *arguments, "--port", "0", "--grpc-port", "0"]
+    process = Managed(argv, name=name, env=env)
     try:
         info = process.ready()
         return Server(process, Api(_port(info, "http_port")), _port(info, "grpc_port"))
@@ -92,13 +95,18 @@ def _port(info: dict[str, object], key: str) -> int:
 
 @contextmanager
 def serve(
-    model: Path | str, *flags: str, expert_workers: int = 2, dtype: str = "float32"
+    model: Path | str,
+    *flags: str,
+    expert_workers: int = 2,
+    dtype: str = "float32",
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """`expertmesh serve` with this number of expert workers; 0 is the colocated mode."""
     experts = (
         ["--expert-workers", str(expert_workers)] if expert_workers else ["--experts", "local"]
     )
-    server = start_server(["serve", str(model), "--dtype", dtype, *experts, *flags], name="serve")
+    arguments = ["serve", str(model), "--dtype", dtype, *experts, *flags]
+    server = start_server(arguments, name="serve", env=env)
     with _stopped_cleanly(server.process, server.ports):
         wait_ready(server.api)
         yield server

@@ -11,7 +11,12 @@ import aiohttp
 import openai
 import pytest
 
-from expertmesh.errors import EngineError, ExpertUnavailableError, OverloadedError
+from expertmesh.errors import (
+    DeadlineError,
+    EngineError,
+    ExpertUnavailableError,
+    OverloadedError,
+)
 from gateway.sequence import FinishReason, RequestOutput
 from gateway.service import ApiLimits
 from tests.support.openai_calls import CHAT, HELLO, TEXT, events, post
@@ -66,6 +71,7 @@ async def test_one_bad_prompt_stops_the_call(
             "service_unavailable",
             "expert_unavailable",
         ),
+        (DeadlineError("not done within 3 s"), 504, "timeout_error", "deadline_exceeded"),
         (EngineError("secret path"), 500, "server_error", "engine_error"),
         (RuntimeError("secret path"), 500, "server_error", "internal_error"),
     ],
@@ -94,6 +100,8 @@ async def test_errors_before_the_first_token_are_http_errors(
     async with session.post(gateway.url + CHAT, json={**HELLO, "stream": stream}) as response:
         assert response.status == status
         assert ("Retry-After" in response.headers) == (status == 503)
+        retry = response.headers.get("x-should-retry")
+        assert retry == ("false" if status == 504 else None), "the same work would be late again"
 
 
 async def test_a_full_queue_cancels_the_other_prompts(
