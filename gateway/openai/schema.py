@@ -91,6 +91,7 @@ class ChatRequest(CommonRequest, kw_only=True):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    """The conversation, oldest first; content is a text, or an array of parts of the type text."""
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """As `max_tokens`, which it supersedes; default: all that fit into the context."""
     logprobs: bool | None = None
@@ -155,7 +156,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
     true."""
 
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "detokenize": (True,),
     "documents": (),
@@ -171,7 +172,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Known but unsupported: name to the values that change nothing, besides null."""
 
-_NEUTRAL_IN_CHAT: dict[str, tuple[object, ...]] = {
+NEUTRAL_IN_CHAT: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
     "best_of": (1,),
     "chat_template": (),
@@ -187,7 +188,7 @@ def parse_chat(body: Mapping[str, object], model: ServedModel) -> ChatRequest:
     Raises:
         RequestError: Names the parameter that is wrong.
     """
-    refuse_unsupported(body, _NEUTRAL | _NEUTRAL_IN_CHAT)
+    refuse_unsupported(body, NEUTRAL | NEUTRAL_IN_CHAT)
     request = convert(body, ChatRequest)
     _check_common(request, model)
     if request.top_logprobs and not request.logprobs:
@@ -201,7 +202,7 @@ def parse_completion(body: Mapping[str, object], model: ServedModel) -> Completi
     Raises:
         RequestError: Names the parameter that is wrong.
     """
-    refuse_unsupported(body, _NEUTRAL)
+    refuse_unsupported(body, NEUTRAL)
     request = convert(body, CompletionRequest)
     _check_common(request, model)
     if request.max_tokens == 0 and not request.echo:
