@@ -33,6 +33,7 @@ def sample(
     weights = np.empty(vocab_size, np.float32)
     candidates = np.empty(vocab_size, np.float32)
     costs = np.empty(vocab_size, np.float64)
+    indices = np.empty(vocab_size, np.int64)
     for s in range(logits_SV.shape[0]):
         logits = logits_SV[s]
         top = lane_max(logits)
@@ -47,7 +48,12 @@ def sample(
             _keep_top_k(weights, top_k_S[s])
         if top_p_S[s] < np.float32(1.0):
             _keep_top_p(weights, top_p_S[s], candidates)
-        tokens_S[s] = _race(weights, seeds_S[s], np.uint64(positions_S[s]), costs)
+        key = _mix(_mix(seeds_S[s] + _GOLDEN) ^ np.uint64(positions_S[s]))
+        num_left = _find_positive(weights, indices)
+        if num_left < vocab_size // 4:
+            tokens_S[s] = _race_of_few(weights, indices[:num_left], key)
+        else:
+            tokens_S[s] = _race(weights, key, costs)
 
 
 @njit
@@ -194,22 +200,45 @@ def _sum_from(weights: NDArray[np.float32], bits: int) -> float:
 
 
 @njit
-def _race(
-    weights: NDArray[np.float32], seed: np.uint64, position: np.uint64, costs: NDArray[np.float64]
-) -> int:
+def _find_positive(weights: NDArray[np.float32], indices: NDArray[np.int64]) -> int:
+    """Write the indices of positive weights, ascending; returns their number."""
+    count = 0
+    for i in range(weights.size):
+        indices[count] = i
+        count += 1 if weights[i] > np.float32(0.0) else 0
+    return count
+
+
+@njit
+def _race(weights: NDArray[np.float32], key: np.uint64, costs: NDArray[np.float64]) -> int:
     """The token with the least -log(u) / weight: Gumbel-max in exponentials."""
-    key = _mix(_mix(seed + _GOLDEN) ^ position)
     best = np.float64(np.inf)
     for i in range(costs.size):
-        bits = _mix(key + np.uint64(i) * _GOLDEN)
-        uniform = (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
-        costs[i] = -log(uniform) / np.float64(weights[i])
+        costs[i] = _cost(weights[i], key, i)
     for i in range(costs.size):
         best = min(best, costs[i])
     for i in range(costs.size):
         if costs[i] == best:
             return i
     return 0
+
+
+@njit
+def _race_of_few(weights: NDArray[np.float32], indices: NDArray[np.int64], key: np.uint64) -> int:
+    """What `_race` gives where only these weights are positive."""
+    best, winner = np.float64(np.inf), 0
+    for i in indices:
+        cost = _cost(weights[i], key, i)
+        if cost < best:
+            best, winner = cost, i
+    return winner
+
+
+@njit
+def _cost(weight: np.float32, key: np.uint64, token: int) -> float:
+    bits = _mix(key + np.uint64(token) * _GOLDEN)
+    uniform = (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
+    return -log(uniform) / np.float64(weight)
 
 
 @njit
