@@ -226,7 +226,7 @@ def _race(weights: NDArray[np.float32], key: np.uint64, costs: NDArray[np.float6
 @njit
 def _race_of_few(weights: NDArray[np.float32], indices: NDArray[np.int64], key: np.uint64) -> int:
     """What `_race` gives where only these weights are positive."""
-    best, winner = np.float64(np.inf), 0
+    best, winner = float(np.inf), 0
     for i in indices:
         cost = _cost(weights[i], key, i)
         if cost < best:
@@ -238,7 +238,7 @@ def _race_of_few(weights: NDArray[np.float32], indices: NDArray[np.int64], key: 
 def _cost(weight: np.float32, key: np.uint64, token: int) -> float:
     bits = _mix(key + np.uint64(token) * _GOLDEN)
     uniform = (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
-    return -log(uniform) / np.float64(weight)
+    return float(-log(uniform) / np.float64(weight))
 
 
 @njit
