@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.support.api import Json
-from tests.support.strict_client import CHAT, HELLO, StrictClient, joined_chat, joined_tokens
+from tests.support.strict_client import (
+    CHAT,
+    CONTEXT_LEN,
+    HELLO,
+    StrictClient,
+    joined_chat,
+    joined_tokens,
+)
 
 SYSTEM = "Be brief."
 
@@ -136,8 +143,8 @@ def test_max_completion_tokens_supersedes(client: StrictClient) -> None:
 
 def test_default_length_is_the_rest_of_the_context(client: StrictClient) -> None:
     """Without a limit the answer may fill the context, and then ends for its length."""
-    answer = client.chat(messages=[{"role": "user", "content": "a " * 220}], max_tokens=None)
-    assert answer["usage"]["total_tokens"] == 512
+    answer = client.chat(messages=[{"role": "user", "content": "a " * 1010}], max_tokens=None)
+    assert answer["usage"]["total_tokens"] == CONTEXT_LEN
     assert answer["choices"][0]["finish_reason"] == "length"
 
 

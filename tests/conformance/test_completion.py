@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.api import Json
-from tests.support.strict_client import TEXT, StrictClient, joined_text, joined_tokens
+from tests.support.strict_client import CONTEXT_LEN, TEXT, StrictClient, joined_text, joined_tokens
 
 PROMPT = "The quick brown"
 
@@ -260,6 +260,6 @@ def test_fields_of_other_servers(client: StrictClient) -> None:
 
 def test_finish_reason_at_the_end_of_the_context(client: StrictClient) -> None:
     """The default length ends with the context."""
-    answer = client.complete([5] * 505, max_tokens=None)
-    assert answer["usage"]["total_tokens"] == 512
+    answer = client.complete([5] * (CONTEXT_LEN - 7), max_tokens=None)
+    assert answer["usage"]["total_tokens"] == CONTEXT_LEN
     assert answer["choices"][0]["finish_reason"] == "length"

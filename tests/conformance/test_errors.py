@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.api import Json
-from tests.support.strict_client import CHAT, HELLO, TEXT, StrictClient, error_of
+from tests.support.strict_client import CHAT, CONTEXT_LEN, HELLO, TEXT, StrictClient, error_of
 
 COMMON: list[tuple[str, Json]] = [
     ("temperature", -0.1),
@@ -122,15 +122,15 @@ def test_bad_prompt(client: StrictClient, body: Json) -> None:
 def test_too_long_for_the_context(client: StrictClient) -> None:
     """Prompt, or prompt and answer, over the context; the numbers are in the message."""
     for path, body, param in (
-        (TEXT, {"prompt": [5] * 600}, "prompt"),
-        (TEXT, {"prompt": [5] * 500, "max_tokens": 100}, "max_tokens"),
-        (CHAT, {"messages": [{"role": "user", "content": "a " * 600}]}, "messages"),
-        (CHAT, {"messages": HELLO, "max_completion_tokens": 512}, "max_completion_tokens"),
+        (TEXT, {"prompt": [5] * (CONTEXT_LEN + 1)}, "prompt"),
+        (TEXT, {"prompt": [5] * 500, "max_tokens": CONTEXT_LEN}, "max_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * CONTEXT_LEN}]}, "messages"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": CONTEXT_LEN}, "max_completion_tokens"),
     ):
         error = client.refused(path, body)
         assert error["code"] == "context_length_exceeded"
         assert error["param"] == param
-        assert "512" in error["message"]
+        assert str(CONTEXT_LEN) in error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -158,7 +158,7 @@ def test_refused_before_the_stream(client: StrictClient) -> None:
     """An error before the first token is a status, not an event in a stream."""
     error = client.refused(CHAT, {"messages": HELLO, "stream": True, "temperature": -1})
     assert error["param"] == "temperature"
-    client.refused(TEXT, {"prompt": [5] * 600, "stream": True})
+    client.refused(TEXT, {"prompt": [5] * CONTEXT_LEN, "stream": True})
 
 
 def test_wrong_media_type(client: StrictClient) -> None:

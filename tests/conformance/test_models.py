@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support import api_schema
-from tests.support.strict_client import StrictClient, error_of
+from tests.support.strict_client import CONTEXT_LEN, StrictClient, error_of
 
 
 def test_list(client: StrictClient) -> None:
@@ -13,7 +13,7 @@ def test_list(client: StrictClient) -> None:
     api_schema.check("openai_chat", "ListModelsResponse", answer.json)
     (card,) = answer.json["data"]
     assert {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"} <= set(card)
-    assert card["max_model_len"] == 512
+    assert card["max_model_len"] == CONTEXT_LEN
     assert card["permission"] == []
     assert (card["moe"]["num_experts"], card["moe"]["top_k"]) == (8, 2)
 

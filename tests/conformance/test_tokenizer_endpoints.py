@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.strict_client import HELLO, StrictClient
+from tests.support.strict_client import CONTEXT_LEN, HELLO, StrictClient
 
 TEXT = "The quick brown fox, naïve café 日本語 🙂"
 
@@ -13,7 +13,7 @@ def test_round_trip(client: StrictClient) -> None:
     """Ids of a text, and the text of the ids."""
     answer = client.ok("/tokenize", {"prompt": TEXT})
     assert answer["count"] == len(answer["tokens"])
-    assert answer["max_model_len"] == 512
+    assert answer["max_model_len"] == CONTEXT_LEN
     assert client.ok("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": TEXT}
 
 

@@ -19,6 +19,8 @@ from tests.support.api import Answer, Api, Json
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+CONTEXT_LEN = 2048
+"""Tokens that the tiny model of these tests takes."""
 JSON_TYPE = {"Content-Type": "application/json"}
 
 
