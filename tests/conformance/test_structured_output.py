@@ -72,7 +72,7 @@ def test_choice(client: StrictClient) -> None:
 
 def test_regex(client: StrictClient) -> None:
     """The whole text matches."""
-    pattern = r"[a-f]{3}-\d{4}"
+    pattern = r"[a-f]{3}-[0-9]{4}"
     answer = client.chat(**FREE, structured_outputs={"regex": pattern})
     assert re.fullmatch(pattern, _content(answer))
 
@@ -93,11 +93,11 @@ def test_json_in_structured_outputs(client: StrictClient) -> None:
 def test_several_choices(client: StrictClient) -> None:
     """Each of n answers has a grammar of its own."""
     answer = client.chat(
-        **FREE, n=2, temperature=1.5, seed=2, structured_outputs={"regex": r"\d{12}"}
+        **FREE, n=2, temperature=1.5, seed=2, structured_outputs={"regex": r"[0-9]{12}"}
     )
     texts = {choice["message"]["content"] for choice in answer["choices"]}
     assert len(texts) == 2
-    assert all(re.fullmatch(r"\d{12}", text) for text in texts)
+    assert all(re.fullmatch(r"[0-9]{12}", text) for text in texts)
 
 
 def test_truncated(client: StrictClient) -> None:

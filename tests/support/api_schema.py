@@ -74,6 +74,8 @@ def _schemas(document: Document) -> dict[str, Json]:
     schemas = json.loads(path.read_text())["components"]["schemas"]
     if document == "openai_chat":
         _relax_completions(schemas)
+    if document == "openresponses":
+        _relax_responses(schemas)
     translated = _translated(schemas)
     assert isinstance(translated, dict)
     return translated
@@ -94,6 +96,11 @@ def _relax_completions(schemas: dict[str, Json]) -> None:
     chunk["properties"]["choices"]["items"]["properties"]["finish_reason"]["nullable"] = True
     chunk["properties"]["usage"]["nullable"] = True
     schemas["CompletionChunk"] = chunk
+
+
+def _relax_responses(schemas: dict[str, Json]) -> None:
+    """The document lets the schema of a JSON format be null alone, which leaves it no meaning."""
+    schemas["JsonSchemaResponseFormat"]["properties"]["schema"]["anyOf"].append({"type": "object"})
 
 
 def _translated(node: Json) -> Json:
