@@ -82,11 +82,13 @@ class ModelRunner:
         )
         self._drafter = make_drafter(limits.speculation, limits.num_request_slots)
         self._last_step = -1
+        self._last_committed = 0
 
     def reset(self) -> None:
         """Forgets all requests: a new gateway knows none of them."""
         self._deltas.reset()
         self._last_step = -1
+        self._last_committed = 0
 
     def execute(self, step: pb.StepRequest) -> pb.StepResponse:
         """Executes one step; every outcome is in the response's status, nothing is raised.
@@ -94,6 +96,7 @@ class ModelRunner:
         STATUS_DONE: one sampled token per request with `sample`, and one more for each accepted
         draft; requests in `nonfinite_slots` and `failures` get none.
         STATUS_PAUSED: `missing` experts have no usable copy.
+        STATUS_SKIPPED: the step that it builds on was not committed.
         STATUS_FAILED: the step is malformed, or computing it failed; the message says how.
         """
         started_s = time.monotonic()
@@ -116,6 +119,14 @@ class ModelRunner:
         if step.step <= self._last_step:
             raise MalformedStepError(f"number {step.step}, expected more than {self._last_step}")
         self._last_step = step.step
+        if step.after_step and step.after_step != self._last_committed:
+            self._deltas.skip(step)
+            return pb.StepResponse(status=pb.StepResponse.STATUS_SKIPPED)
+        response = self._compute(step, calls)
+        self._last_committed = step.step
+        return response
+
+    def _compute(self, step: pb.StepRequest, calls: ExpertCalls) -> pb.StepResponse:
         schedule = self._deltas.apply(step)
         if not len(schedule.slots_S):
             return pb.StepResponse(status=pb.StepResponse.STATUS_DONE)

@@ -51,12 +51,16 @@ class RequestSlots:
         token_ids: npt.NDArray[np.int32],
         num_prompt_tokens: int,
         sampling: SlotSampling,
+        num_cached: int = 0,
     ) -> None:
-        """Fills a row; nothing of the request is computed yet. Overwrites what was there."""
+        """Fills a row; keys and values of the first `num_cached` tokens are there, of no others.
+
+        Overwrites what was there.
+        """
         length = len(token_ids)
         self.token_ids_SL[slot, :length] = token_ids
         self.length_S[slot] = length
-        self.num_computed_S[slot] = 0
+        self.num_computed_S[slot] = num_cached
         self.num_prompt_S[slot] = num_prompt_tokens
         self.num_drafts_S[slot] = 0
         self.admission_S[slot] += 1
@@ -74,12 +78,16 @@ class RequestSlots:
         self.in_use_S[slot] = True
 
     def holds_unstarted(
-        self, slot: int, token_ids: npt.NDArray[np.int32], num_prompt_tokens: int
+        self,
+        slot: int,
+        token_ids: npt.NDArray[np.int32],
+        num_prompt_tokens: int,
+        num_cached: int,
     ) -> bool:
         """True if the row holds just this request and no step of it was committed."""
         return bool(
             self.in_use_S[slot]
-            and self.num_computed_S[slot] == 0
+            and self.num_computed_S[slot] == num_cached
             and self.num_prompt_S[slot] == num_prompt_tokens
             and np.array_equal(self.token_ids_SL[slot, : self.length_S[slot]], token_ids)
         )

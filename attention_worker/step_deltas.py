@@ -51,24 +51,39 @@ class StepDeltas:
         self._slots.reset()
         self._state.reset()
 
+    def skip(self, step: pb.StepRequest) -> None:
+        """Applies the deltas of a step that is not computed.
+
+        Raises:
+            MalformedStepError: An entry of the step is impossible.
+        """
+        self._open_and_free(step)
+        for entry in step.scheduled:
+            self._check_slot(entry.slot)
+            if entry.new_block_ids:
+                self._append_blocks(entry)
+
     def apply(self, step: pb.StepRequest) -> Schedule:
         """Applies a step's deltas and returns what to compute.
 
         Raises:
             MalformedStepError: An entry of the step is impossible.
         """
-        for slot in step.freed_slots:
-            self._check_slot(slot)
-            self._slots.free(slot)
-            self._state.remove_request(slot)
-        for new in step.new_requests:
-            self._add(new)
+        self._open_and_free(step)
         schedule = self._schedule(step)
         for entry in step.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry)
         self._check_blocks(schedule)
         return schedule
+
+    def _open_and_free(self, step: pb.StepRequest) -> None:
+        for slot in step.freed_slots:
+            self._check_slot(slot)
+            self._slots.free(slot)
+            self._state.remove_request(slot)
+        for new in step.new_requests:
+            self._add(new)
 
     def _check_slot(self, slot: int) -> None:
         if slot >= self._slots.num_slots:
@@ -80,11 +95,17 @@ class StepDeltas:
         slot = new.slot
         self._check_slot(slot)
         token_ids = self._token_ids(new)
-        repeated = self._slots.holds_unstarted(slot, token_ids, new.num_prompt_tokens)
+        if new.num_cached >= len(token_ids):
+            raise MalformedStepError(
+                f"slot {slot}: num_cached is {new.num_cached}, expected less than {len(token_ids)}"
+            )
+        repeated = self._slots.holds_unstarted(
+            slot, token_ids, new.num_prompt_tokens, new.num_cached
+        )
         if self._slots.in_use_S[slot] and not repeated:
             raise MalformedStepError(f"slot {slot} is in use, expected a free one")
         sampling = _sampling(slot, new.sampling, self._vocab_size)
-        self._slots.add(slot, token_ids, new.num_prompt_tokens, sampling)
+        self._slots.add(slot, token_ids, new.num_prompt_tokens, sampling, new.num_cached)
         self._state.remove_request(slot)
 
     def _token_ids(self, new: pb.NewRequest) -> npt.NDArray[np.int32]:

@@ -24,7 +24,7 @@ from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.attention_connection import AttentionConnection, Observer
 from gateway.map_messages import map_message
-from gateway.scheduler import SchedulerLimits
+from gateway.scheduler_limits import SchedulerLimits
 from gateway.step_messages import limits_of
 
 logger = logging.getLogger("gateway.attention")

@@ -1,14 +1,15 @@
 """The engine: one thread that turns requests into tokens, step by step.
 
-    take commands -> schedule -> send step -> wait for the result -> commit -> publish
+    take commands -> schedule and send the next step -> wait for the oldest -> commit -> publish
 
-Owner of scheduler, block tables and output streams: the thread `engine`. Other threads reach it
-through the inbox only; outputs go to the event loop, in one call per turn. The thread blocks on the
-inbox while there is nothing to do.
+While the attention worker computes a step the next one is on its way, so that it never waits for
+the gateway. Owner of scheduler, block tables and output streams: the engine thread. Other threads
+reach it through the inbox only; outputs go to the event loop, in one call per turn. The thread
+blocks on the inbox while there is nothing to do.
 
 What can go wrong, and who notices: an abandoned step (experts missing) is scheduled again on a
 newer expert map, and ends its requests after the hold time; a failed step ends the requests in it;
-a lost or hung attention worker ends the running requests and is restarted, while waiting ones wait.
+a lost or hung attention worker is restarted, and its requests are computed again from their tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 
 from expertmesh.errors import (
+    DeadlineError,
     EngineError,
     OverloadedError,
     PeerError,
@@ -30,21 +32,18 @@ from expertmesh.errors import (
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.attention_port import AttentionPort
+from gateway.deadlines import Deadlines
+from gateway.engine_load import EngineCounters, engine_stats, queue_load
 from gateway.engine_observer import EngineObserver
 from gateway.expert_hold import ExpertHold, unavailable_error
-from gateway.inbox import Commands, EngineLoad, Inbox, QueueLimits
-from gateway.outbox import Outbox
-from gateway.output_stream import OutputStream
+from gateway.inbox import Commands, Inbox, QueueLimits
+from gateway.output_desk import OutputDesk
 from gateway.request_state import RequestState, ScheduledStep
-from gateway.scheduler import Scheduler, SchedulerLimits
-from gateway.sequence import (
-    DispatchStats,
-    EngineStats,
-    FinishReason,
-    GenerationRequest,
-    RequestOutput,
-)
-from gateway.step_messages import step_message, token_logprobs
+from gateway.scheduler import Scheduler
+from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.sequence import DispatchStats, EngineStats, GenerationRequest
+from gateway.step_messages import slot_errors, tokens_by_slot
+from gateway.step_pipeline import StepPipeline
 from gateway.tokenizer import Tokenizer
 
 logger = logging.getLogger("gateway.engine")
@@ -53,7 +52,10 @@ ATTENTION_HOLD_S = 30.0
 """Longest time that queued requests wait for an attention worker to come back."""
 MAX_FAILURES = 3
 """Failed steps in a row after which the attention worker is restarted."""
-_STEP_LIMIT_SHARE = 0.9  # its own time limit, so that it answers before it counts as hung
+MAX_LOSSES = 3
+"""Lives of an attention worker that a request may have been part of the end of."""
+_STEPS_IN_FLIGHT = 2
+"""One that is computed and one that waits for it."""
 
 
 class Engine:
@@ -67,6 +69,7 @@ class Engine:
         eos_token_ids: Tokens that end an output.
         observer: Told about requests and steps.
         dispatch: Gives totals of the calls to expert workers, for `stats`.
+        name: Of its thread.
 
     Raises:
         StartupError: The attention worker is down.
@@ -82,28 +85,32 @@ class Engine:
         eos_token_ids: Collection[int] = (),
         observer: EngineObserver | None = None,
         dispatch: Callable[[], tuple[DispatchStats, ...]] = tuple,
+        name: str = "engine",
     ) -> None:
         limits = attention.limits()
         if limits is None:
             raise StartupError("the attention worker ended right after its start")
         self._attention = attention
-        self._settings = settings
-        self._tokenizer = tokenizer
-        self._eos_token_ids = frozenset(eos_token_ids)
         self._observer = observer or EngineObserver()
         self._dispatch = dispatch
         self._limits = limits
-        self._scheduler = Scheduler(limits)
-        self._streams: dict[str, OutputStream] = {}
-        self._outbox = Outbox(loop)
+        self._policy = SchedulerPolicy(
+            settings.prefix_caching, settings.long_prefill_tokens, settings.priority_step_s
+        )
+        self._scheduler = Scheduler(limits, self._policy)
+        # Drafts are for the token after the last one, which must be known when they are scheduled.
+        depth = 1 if settings.num_speculative_tokens else _STEPS_IN_FLIGHT
+        self._pipeline = StepPipeline(attention, depth, settings.step_timeout_s, eos_token_ids)
+        self._outputs = OutputDesk(loop, tokenizer, eos_token_ids, self._observer)
+        self._deadlines = Deadlines(settings.request_timeout_s)
         self._hold = ExpertHold(settings.experts_hold_s)
         self._down_since_s: float | None = None
         self._num_failures = 0
-        self._num_preemptions = 0
+        self._counters = EngineCounters()
         queue = QueueLimits(settings.max_num_queued_reqs, settings.max_num_queued_tokens)
-        self._inbox = Inbox(queue, EngineLoad(num_free_slots=limits.num_request_slots))
-        self._stats = self._measure()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._inbox = Inbox(queue, queue_load(self._scheduler))
+        self._stats = engine_stats(self._scheduler, self._counters)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         attention.subscribe(self._inbox.poke)
 
     # ---- any thread ----
@@ -175,7 +182,7 @@ class Engine:
             except Exception as error:  # a mistake of ours must not leave clients hanging
                 logger.exception("the engine failed; ending all requests")
                 self._recover(error)
-        self._end(self._scheduler_states(), EngineError("the server is shutting down"))
+        self._end(self._scheduler.states, EngineError("the server is shutting down"))
         self._publish()
 
     def _turn(self) -> bool:
@@ -183,23 +190,28 @@ class Engine:
         self._obey(commands)
         if commands.stop:
             return False
+        now_s = time.monotonic()
         self._look_after_attention()
-        if self._may_step(time.monotonic()):
-            self._step()
+        self._end_overdue(now_s)
+        try:
+            self._send_steps(now_s)
+            if self._pipeline.busy:
+                self._receive_step()
+        except PeerError as error:
+            self._lose_attention(str(error))
         self._publish()
         return True
 
     def _patience_s(self, now_s: float) -> float | None:
         """How long to wait for commands; None if only a command can make work."""
+        if self._pipeline.busy:
+            return 0.0
         if not self._scheduler.has_work:
             return None
+        wait_s = self._hold.wait_s(now_s)
         if self._down_since_s is not None:
-            return max(0.0, self._down_since_s + ATTENTION_HOLD_S - now_s)
-        return self._hold.wait_s(now_s)
-
-    def _may_step(self, now_s: float) -> bool:
-        up = self._down_since_s is None
-        return up and self._scheduler.has_work and self._hold.wait_s(now_s) <= 0
+            wait_s = max(0.0, self._down_since_s + ATTENTION_HOLD_S - now_s)
+        return min(wait_s, self._deadlines.wait_s(now_s))
 
     def _obey(self, commands: Commands) -> None:
         for request in commands.requests:
@@ -217,76 +229,88 @@ class Engine:
         try:
             state = self._scheduler.add(request)
         except RequestError as error:  # limits changed since it was checked at the door
-            self._outbox.add(request.sink, _failure(request, error))
+            self._outputs.refuse(request, error)
             self._inbox.forget(request.request_id)
             return
-        self._streams[request.request_id] = OutputStream(
-            state, self._tokenizer, self._eos_token_ids, self._observer
-        )
+        self._deadlines.add(request)
+        self._outputs.open(state)
 
-    def _step(self) -> None:
-        held = self._hold.active and bool(self._scheduler.running)
-        step = self._scheduler.schedule(admit=not held)
-        assert step is not None, f"nothing scheduled of {len(self._streams)} requests"
-        self._tell_scheduled(step)
-        try:
-            response = self._execute(step)
-        except PeerError as error:
-            self._lose_attention(str(error))
-            return
+    def _end_overdue(self, now_s: float) -> None:
+        for request_id in self._deadlines.overdue(now_s):
+            state = self._scheduler.get(request_id)
+            if state is not None:
+                waited_s = now_s - state.request.arrival_s
+                self._end(
+                    [state], DeadlineError(f"the request was not done after {waited_s:.1f} s")
+                )
+
+    def _send_steps(self, now_s: float) -> None:
+        """Keeps the attention worker busy: the next step is there when it is done with one."""
+        while self._may_send(now_s):
+            held = self._hold.active and bool(self._scheduler.running)
+            step = self._scheduler.schedule(admit=not held)
+            if step is None:
+                assert self._pipeline.busy, (
+                    f"nothing scheduled of {len(self._scheduler.states)} requests"
+                )
+                return
+            self._tell_scheduled(step)
+            self._pipeline.send(step)
+
+    def _may_send(self, now_s: float) -> bool:
+        if self._down_since_s is not None or not self._scheduler.has_work:
+            return False
+        if self._hold.active:  # one step at a time tries whether experts are back
+            return not self._pipeline.busy and self._hold.wait_s(now_s) <= 0
+        return not self._pipeline.full
+
+    def _receive_step(self) -> None:
+        flight = self._pipeline.receive()
+        step, response = flight.step, flight.response
         if response.status == pb.StepResponse.STATUS_DONE:
             self._commit(step, response)
-        elif response.status == pb.StepResponse.STATUS_PAUSED:
+            return
+        self._pipeline.abandon(self._scheduler)
+        if response.status == pb.StepResponse.STATUS_PAUSED:
             self._pause(step, response)
         else:
             self._fail(step, response.message or "no reason was given")
 
-    def _execute(self, step: ScheduledStep) -> pb.StepResponse:
-        timeout_s = self._settings.step_timeout_s
-        limit_ms = max(1, int(timeout_s * _STEP_LIMIT_SHARE * 1000))
-        self._attention.send(step_message(step, limit_ms, self._eos_token_ids))
-        response = self._attention.receive(timeout_s)
-        if response.step != step.step:
-            raise PeerError(f"attention worker answered step {response.step}, expected {step.step}")
-        return response
-
     def _tell_scheduled(self, step: ScheduledStep) -> None:
         self._tell_load()
         for state in step.admitted:
-            self._streams[state.request_id].started()
+            self._outputs.of(state).started()
         for state in step.preempted:
             logger.info("preempted request %s: KV blocks ran out", state.request_id)
-            self._num_preemptions += 1
+            self._counters.num_preemptions += 1
             self._observer.request_preempted(state.request)
 
     def _commit(self, step: ScheduledStep, response: pb.StepResponse) -> None:
-        nonfinite = set(response.nonfinite_slots)
-        tokens = {token.slot: token for token in response.sampled if token.slot not in nonfinite}
-        due = [entry for entry in step.entries if entry.sample and entry.current]
+        current = {entry.slot: entry.state for entry in step.entries if entry.current}
+        due = {entry.slot for entry in step.entries if entry.sample and entry.current}
+        self._outputs.keep_records(current, response)
+        tokens = tokens_by_slot(response)
         silent = self._scheduler.commit(
-            step, {slot: token.token_id for slot, token in tokens.items()}
+            step,
+            {slot: [token.token_id for token in new] for slot, new in tokens.items()},
+            {draft.slot: draft.num_drafts for draft in response.drafts},
         )
-        for entry in due:
-            if entry.slot in tokens:
-                self._push(entry.state, tokens[entry.slot])
-        broken = [e.state for e in step.entries if e.current and e.slot in nonfinite]
-        self._end(broken, EngineError("the model's output is not a finite number"))
-        mute = [state for state in silent if state not in broken]
+        for slot in due & tokens.keys():
+            if self._outputs.push(current[slot], tokens[slot], self._limits.max_model_len):
+                self._forget(current[slot])
+        errors = slot_errors(response)
+        for slot in errors.keys() & current.keys():
+            self._end([current[slot]], errors[slot])
+        mute = [state for state in silent if state.slot is not None]
         self._end(mute, EngineError("the attention worker returned no token"))
         self._num_failures = 0
         if self._hold.active:
             logger.info("experts are back after %.1f s", self._hold.held_s(time.monotonic()))
             self._hold.clear()
+        self._counters.add(response)
         self._observer.step_done(
             step.num_tokens, response.duration_us / 1e6, response.expert_wait_us / 1e6
         )
-
-    def _push(self, state: RequestState, token: pb.SampledToken) -> None:
-        stream = self._streams[state.request_id]
-        output = stream.push(token_logprobs(token), self._limits.max_model_len)
-        self._outbox.add(state.request.sink, output)
-        if output.finish_reason is not None:
-            self._forget(state)
 
     def _pause(self, step: ScheduledStep, response: pb.StepResponse) -> None:
         self._scheduler.rewind(step)
@@ -299,12 +323,12 @@ class Engine:
         self._hold.pause(now_s)
         if self._hold.expired(now_s):
             logger.error("ending %d requests: %s", len(step.entries), error)
-            self._end([entry.state for entry in step.entries], error)
+            self._end(_states(step), error)
 
     def _fail(self, step: ScheduledStep, message: str) -> None:
         logger.error("step %d failed: %s", step.step, message)
         self._observer.engine_failed(message)
-        self._end([entry.state for entry in step.entries], EngineError(f"step failed: {message}"))
+        self._end(_states(step), EngineError(f"step failed: {message}"))
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
             self._lose_attention(f"{self._num_failures} steps failed in a row")
@@ -318,76 +342,60 @@ class Engine:
             self._limits = limits
             error = EngineError("the attention worker came back with less room")
             self._end(self._scheduler.reset(limits), error)
+            down_s = time.monotonic() - self._down_since_s
             self._down_since_s = None
-            logger.info("attention worker is back")
+            waiting = len(self._scheduler.waiting)
+            logger.info("attention worker is back after %.1f s; %d requests", down_s, waiting)
         elif time.monotonic() - self._down_since_s >= ATTENTION_HOLD_S:
-            self._end(self._scheduler_states(), EngineError("the attention worker is down"))
+            self._end(self._scheduler.states, EngineError("the attention worker is down"))
 
     def _lose_attention(self, reason: str) -> None:
+        """The running requests wait and will be computed again, except those that may be why."""
         running = list(self._scheduler.running)
-        logger.error("lost the attention worker, ending %d requests: %s", len(running), reason)
+        logger.error("lost the attention worker, holding %d requests: %s", len(running), reason)
         self._observer.engine_failed(reason)
         self._down_since_s = time.monotonic()
         self._num_failures = 0
         self._hold.clear()
-        self._end(running, EngineError(reason))
+        self._pipeline.clear()
+        for state in running:
+            state.num_losses += 1
+        suspects = [state for state in running if state.num_losses >= MAX_LOSSES]
+        self._end(suspects, EngineError(f"the attention worker was lost {MAX_LOSSES} times"))
+        self._scheduler.requeue()
         self._attention.restart(reason)
 
     def _recover(self, error: Exception) -> None:
         """After a mistake of ours nothing is trusted: all requests end, everything starts over."""
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            self._outbox.add(
-                stream.request.sink, _failure(stream.request, EngineError(f"{error!r}"))
-            )
-            self._inbox.forget(stream.request.request_id)
-        self._scheduler = Scheduler(self._limits)
+        for request in self._outputs.clear():
+            self._outputs.refuse(request, EngineError(f"{error!r}"))
+            self._deadlines.forget(request.request_id)
+            self._inbox.forget(request.request_id)
+        self._scheduler = Scheduler(self._limits, self._policy)
         self._lose_attention("internal error")
         self._publish()
 
     def _end(self, states: Iterable[RequestState], error: Exception | None) -> None:
         """Ends requests with an error, or as aborted without one."""
-        reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         for state in states:
-            output = self._streams[state.request_id].end(reason, error)
-            self._outbox.add(state.request.sink, output)
+            self._outputs.end(state, error)
             self._forget(state)
 
     def _forget(self, state: RequestState) -> None:
         self._scheduler.finish(state.request_id)
-        del self._streams[state.request_id]
+        self._deadlines.forget(state.request_id)
         self._inbox.forget(state.request_id)
-
-    def _scheduler_states(self) -> list[RequestState]:
-        return [*self._scheduler.running, *self._scheduler.waiting]
 
     def _publish(self) -> None:
         """Tells the world about a turn: load and outputs."""
         self._tell_load()
-        self._outbox.publish()
+        self._outputs.publish()
 
     def _tell_load(self) -> None:
-        scheduler = self._scheduler
-        self._inbox.update_load(
-            EngineLoad(
-                len(scheduler.waiting), scheduler.num_waiting_tokens, scheduler.num_free_slots
-            )
-        )
-        self._stats = self._measure()
-
-    def _measure(self) -> EngineStats:
-        scheduler = self._scheduler
-        slots = scheduler.limits.num_request_slots
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            kv_blocks_used=scheduler.blocks.num_used,
-            kv_blocks_total=scheduler.blocks.num_blocks,
-            request_slots_used=slots - scheduler.num_free_slots,
-            request_slots_total=slots,
-            num_preemptions=self._num_preemptions,
-        )
+        self._inbox.update_load(queue_load(self._scheduler))
+        self._stats = engine_stats(self._scheduler, self._counters)
 
 
-def _failure(request: GenerationRequest, error: Exception) -> RequestOutput:
-    return RequestOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error)
+def _states(step: ScheduledStep) -> list[RequestState]:
+    """Requests of a step that still are where they were when it was scheduled."""
+    return [entry.state for entry in step.entries if entry.current]

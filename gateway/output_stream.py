@@ -6,16 +6,30 @@ Owner: the engine thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from gateway.detokenizer import Detokenizer
 from gateway.engine_observer import EngineObserver
 from gateway.request_state import RequestState
 from gateway.sequence import FinishReason, RequestOutput, TokenLogprobs
+from gateway.token_records import prompt_logprobs_record, routed_experts_record
 from gateway.tokenizer import Tokenizer
 
 _Reading = tuple[str, FinishReason | None, str | int | None]
 """Text, why the output ends here if it does, and what ended it."""
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token that was sampled."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    """If asked for."""
 
 
 class OutputStream:
@@ -38,6 +52,8 @@ class OutputStream:
         self.state = state
         self.request = state.request
         self._params = params = state.request.params
+        self.prompt_logprobs = prompt_logprobs_record(params, state.request.prompt_token_ids)
+        self.routed_experts = routed_experts_record(params)
         self._detokenizer = Detokenizer(
             tokenizer,
             params.stop,
@@ -47,6 +63,7 @@ class OutputStream:
         self._eos_token_ids = () if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._observer = observer
+        self._num_generated = 0
         self._last_s: float | None = None
         self._started = False
 
@@ -56,31 +73,54 @@ class OutputStream:
             self._started = True
             self._observer.request_started(self.request, time.monotonic() - self.request.arrival_s)
 
-    def push(self, logprobs: TokenLogprobs | None, max_model_len: int) -> RequestOutput:
-        """Output for the newest token of the state, with a finish reason if it ends here."""
+    def push(self, tokens: Sequence[NewToken], max_model_len: int) -> RequestOutput:
+        """Output for the newest tokens, with a finish reason if it ends at one of them.
+
+        Args:
+            tokens: Ids and log probabilities. What follows the last token of the output is dropped.
+            max_model_len: Longest sequence, prompt and output together.
+        """
+        first = self._num_generated == 0
         self._note_time()
-        token_id = self.state.token_ids[-1]
-        text, reason, stop_reason = self._read(token_id, max_model_len)
+        text = ""
+        reason: FinishReason | None = None
+        stop_reason: str | int | None = None
+        used: list[NewToken] = []
+        for token in tokens:
+            used.append(token)
+            self._num_generated += 1
+            more, reason, stop_reason = self._read(token.token_id, max_model_len)
+            text += more
+            if reason is not None:
+                break
         output = RequestOutput(
             request_id=self.request.request_id,
-            token_ids=(token_id,),
+            token_ids=tuple(token.token_id for token in used),
             text=text,
-            logprobs=() if logprobs is None else (logprobs,),
+            logprobs=tuple(token.logprobs for token in used if token.logprobs is not None),
             finish_reason=reason,
             stop_reason=stop_reason,
+            num_cached_tokens=self.state.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs.whole() if first else None,
         )
-        if reason is not None:
-            self._note_end(reason)
-        return output
+        if reason is None:
+            return output
+        self._note_end(reason)
+        return replace(output, routed_experts=self._experts())
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> RequestOutput:
         """Last output of a request that ends without a further token."""
         self._note_end(reason)
-        text = self._detokenizer.flush() if self.state.num_generated else ""
-        return RequestOutput(self.request.request_id, text=text, finish_reason=reason, error=error)
+        return RequestOutput(
+            self.request.request_id,
+            text=self._detokenizer.flush() if self._num_generated else "",
+            finish_reason=reason,
+            error=error,
+            num_cached_tokens=self.state.num_cached_tokens,
+        )
 
     def _read(self, token_id: int, max_model_len: int) -> _Reading:
-        generated = self.state.num_generated
+        generated = self._num_generated
         if generated > self._params.min_tokens:
             if token_id in self._stop_token_ids:
                 return self._text_at_stop(token_id), FinishReason.STOP, token_id
@@ -91,7 +131,7 @@ class OutputStream:
         update = push(token_id)
         if update.stop_reason is not None:
             return update.text, FinishReason.STOP, update.stop_reason
-        full = len(self.state.token_ids) >= max_model_len
+        full = self.state.num_prompt_tokens + generated >= max_model_len
         if full or generated >= self._params.max_tokens:
             return update.text + self._detokenizer.flush(), FinishReason.LENGTH, None
         return update.text, None, None
@@ -101,6 +141,10 @@ class OutputStream:
         if not self._params.include_stop_str_in_output:
             return self._detokenizer.flush()
         return self._detokenizer.push(token_id).text + self._detokenizer.flush()
+
+    def _experts(self) -> npt.NDArray[np.uint16] | None:
+        """Of all tokens but the last, which was not computed."""
+        return self.routed_experts.whole(self.state.num_prompt_tokens + self._num_generated - 1)
 
     def _note_time(self) -> None:
         now = time.monotonic()
@@ -112,4 +156,4 @@ class OutputStream:
 
     def _note_end(self, reason: FinishReason) -> None:
         since_s = time.monotonic() - self.request.arrival_s
-        self._observer.request_finished(self.request, reason, self.state.num_generated, since_s)
+        self._observer.request_finished(self.request, reason, self._num_generated, since_s)

@@ -5,28 +5,45 @@ Owner: the scheduler, in the engine thread.
     token_ids         prompt ............ | generated ... |
     num_computed      ------- KV is there (or scheduled) -->
     num_placeholders  tokens that steps in flight will append
+    num_drafts        tokens that the attention worker proposes to verify after the last one
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gateway.block_hashes import BlockHashes
 from gateway.sequence import GenerationRequest, SamplingParams
 
 
 class RequestState:
-    """What the scheduler knows of a request."""
+    """What the scheduler knows of a request.
 
-    def __init__(self, request: GenerationRequest) -> None:
+    Args:
+        request: The request.
+        turn: Its place in the queue: lower goes first, everywhere.
+    """
+
+    def __init__(self, request: GenerationRequest, turn: tuple[float, int] = (0.0, 0)) -> None:
         self.request = request
+        self.turn = turn
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed = 0
         self.num_placeholders = 0
+        self.num_drafts = 0
         self.slot: int | None = None
         """Request slot while it runs; None while it waits."""
         self.life = 0
         """Counts admissions: results of an earlier life are dropped."""
+        self.num_cached_tokens = 0
+        """Tokens found in the prefix cache at the first admission."""
+        self.num_kept_blocks = 0
+        """Leading blocks of its table that the prefix cache knows, in this life."""
+        self.hashes: BlockHashes | None = None
+        """Names of its blocks, once they were needed."""
+        self.num_losses = 0
+        """Steps of it that ended with the life of their attention worker."""
 
     @property
     def request_id(self) -> str:
@@ -39,13 +56,16 @@ class RequestState:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def num_wanted(self, max_model_len: int) -> int:
-        """Tokens left to compute; 0 if the last possible token is in flight."""
-        if self.num_placeholders:
-            all_tokens = len(self.token_ids) + self.num_placeholders
-            generated = self.num_generated + self.num_placeholders
-            if generated >= self.request.params.max_tokens or all_tokens >= max_model_len:
-                return 0
+        """Known tokens left to compute; 0 if the last possible token is in flight."""
+        if self.num_placeholders and self.room(max_model_len) <= 0:
+            return 0
         return len(self.token_ids) + self.num_placeholders - self.num_computed
+
+    def room(self, max_model_len: int) -> int:
+        """Tokens that may still be generated, besides those in flight."""
+        generated = self.num_generated + self.num_placeholders
+        known = len(self.token_ids) + self.num_placeholders
+        return min(self.request.params.max_tokens - generated, max_model_len - known)
 
 
 @dataclass(frozen=True)
@@ -55,6 +75,8 @@ class SlotOpening:
     slot: int
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
+    num_cached: int
+    """Leading tokens whose keys and values are there."""
     params: SamplingParams
 
 
@@ -69,6 +91,8 @@ class ScheduledEntry:
     num_tokens: int
     new_block_ids: tuple[int, ...]
     sample: bool
+    num_drafts: int = 0
+    """The last ones of the tokens, which may turn out to be wrong."""
 
     @property
     def current(self) -> bool:

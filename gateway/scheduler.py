@@ -1,75 +1,70 @@
 """Decides what each step computes: one algorithm without phases.
 
 Every request has tokens and a count of those computed; a step lets each catch up under a token
-budget: running requests first, oldest first, then waiting ones, first come first served. A prompt
-longer than the budget is computed in chunks. When KV blocks run out, the youngest running request
-is preempted: its blocks and slot are freed, and it waits at the head of the queue to be computed
-again (prompt and generated tokens; the same tokens follow).
+budget: running requests first, then waiting ones, each kind in the order of their turns. A long
+prompt is computed in chunks, small enough to leave every running request its next token and other
+prompts a share. A waiting request is admitted only if all its tokens fit. When KV blocks run out,
+the running request whose turn is last is preempted: its blocks and slot are freed, and it waits to
+be computed again (prompt and generated tokens; the same tokens follow).
+
+A turn is the arrival plus some seconds per level of priority: priorities order what is there now,
+and nobody is overtaken for ever.
 
 `schedule` advances `num_computed` at once and `commit` appends the sampled tokens, so a step may be
 scheduled while another one is in flight (its tokens are placeholders until then).
 
-Why it ends: all running requests are older than all waiting ones, a preemption takes the youngest,
-and a request that fits into the pool alone is the only kind admitted; so the oldest one always
-advances.
+Why it ends: a preemption takes the last turn and only requests that fit into the pool alone are
+taken, so the running request with the first turn always advances; no waiting request is overtaken
+by one with a later turn, so each becomes the first one.
 
 Owner: the engine thread.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
-from expertmesh.errors import ContextLengthError, RequestError
+from expertmesh.errors import RequestError
 from gateway.block_manager import BlockManager
+from gateway.prefix_cache import HashedPrefixCache, NoPrefixCache, PrefixCache
 from gateway.request_state import RequestState, ScheduledEntry, ScheduledStep, SlotOpening
+from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
 from gateway.sequence import GenerationRequest
 
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What the attention worker has room for."""
-
-    num_kv_blocks: int
-    kv_block_size: int
-    """Tokens of one KV block."""
-    num_request_slots: int
-    max_step_tokens: int
-    model_len: int
-    """Longest sequence that the model takes, prompt and output together."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence that can be served: of the model and of the KV cache."""
-        return min(self.model_len, self.num_kv_blocks * self.kv_block_size)
-
-    def check_fits(self, num_prompt_tokens: int) -> None:
-        """Raises RequestError for a prompt that can never be served."""
-        if num_prompt_tokens < 1:
-            raise RequestError("the prompt is empty, expected at least one token", param="prompt")
-        if num_prompt_tokens >= self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt_tokens} tokens and one more is to be generated, but "
-                f"prompt and output together can have {self.max_model_len}",
-                param="prompt",
-            )
+_turn = attrgetter("turn")
 
 
 class Scheduler:
-    """Waiting and running requests, request slots and KV blocks."""
+    """Waiting and running requests, request slots and KV blocks.
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    Args:
+        limits: What the attention worker has room for.
+        policy: Choices of the operator.
+    """
+
+    def __init__(self, limits: SchedulerLimits, policy: SchedulerPolicy | None = None) -> None:
         self.running: list[RequestState] = []
-        self.waiting: deque[RequestState] = deque()
+        """In the order of their turns."""
+        self.waiting: list[RequestState] = []
+        """In the order of their turns."""
+        self.num_prefix_queried = 0
+        """Prompt tokens that were looked up in the prefix cache."""
+        self.num_prefix_hit = 0
+        """Part of them that was found."""
+        self._policy = policy or SchedulerPolicy()
         self._states: dict[str, RequestState] = {}
+        self._num_added = 0
         self._step = 0
         self._use(limits)
 
     def _use(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.blocks = BlockManager(limits.num_kv_blocks, limits.kv_block_size)
+        self._prefixes: PrefixCache = (
+            HashedPrefixCache() if self._policy.prefix_caching else NoPrefixCache()
+        )
         self._free_slots = list(range(limits.num_request_slots - 1, -1, -1))
         self._freed_slots: list[int] = []
 
@@ -88,14 +83,21 @@ class Scheduler:
         """Request slots that belong to nobody."""
         return len(self._free_slots)
 
+    @property
+    def states(self) -> list[RequestState]:
+        """All requests."""
+        return [*self.running, *self.waiting]
+
     def add(self, request: GenerationRequest) -> RequestState:
-        """Puts a request at the end of the queue. Raises RequestError if it can never fit."""
+        """Puts a request into the queue. Raises RequestError if it can never fit."""
         self.limits.check_fits(len(request.prompt_token_ids))
         if request.request_id in self._states:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        state = RequestState(request)
+        self._num_added += 1
+        arrival_s = request.arrival_s + request.priority * self._policy.priority_step_s
+        state = RequestState(request, (arrival_s, self._num_added))
         self._states[state.request_id] = state
-        self.waiting.append(state)
+        insort(self.waiting, state, key=_turn)
         return state
 
     def get(self, request_id: str) -> RequestState | None:
@@ -111,44 +113,56 @@ class Scheduler:
         budget = self.limits.max_step_tokens
         entries, preempted = self._schedule_running(budget)
         budget -= sum(entry.num_tokens for entry in entries)
-        admitted: list[RequestState] = []
+        first: list[ScheduledEntry] = []
         if admit and not preempted:  # what was just freed is for the requests that needed it
-            self._admit(budget, entries, admitted)
+            first = self._admit(budget)
+            entries += first
         if not entries:
             return None
         self._step += 1
         freed, self._freed_slots = tuple(self._freed_slots), []
-        opened = tuple(_opening(state) for state in admitted)
         return ScheduledStep(
-            self._step, freed, opened, tuple(entries), tuple(preempted), tuple(admitted)
+            self._step,
+            freed,
+            opened=tuple(_opening(entry) for entry in first),
+            entries=tuple(entries),
+            preempted=tuple(preempted),
+            admitted=tuple(entry.state for entry in first),
         )
 
-    def commit(self, step: ScheduledStep, sampled: Mapping[int, int]) -> list[RequestState]:
+    def commit(
+        self,
+        step: ScheduledStep,
+        sampled: Mapping[int, Sequence[int]],
+        drafts: Mapping[int, int] | None = None,
+    ) -> list[RequestState]:
         """Appends the sampled tokens of a step.
 
         Args:
             step: A step that was computed.
-            sampled: Request slot to token id.
+            sampled: Request slot to token ids: one, and one more for each accepted draft.
+            drafts: Request slot to the number of tokens proposed for the next step.
 
         Returns:
             Requests of which no token came although one was due; to be ended by the caller.
         """
         silent: list[RequestState] = []
         for entry in step.entries:
-            if not (entry.sample and entry.current):
+            if not entry.current:
                 continue
-            entry.state.num_placeholders -= 1
-            token_id = sampled.get(entry.slot)
-            if token_id is None:
+            tokens = sampled.get(entry.slot, ()) if entry.sample else ()
+            num_committed = _commit_entry(entry, tokens)
+            entry.state.num_drafts = drafts.get(entry.slot, 0) if drafts else 0
+            if entry.sample and not tokens:
                 silent.append(entry.state)
-            else:
-                entry.state.token_ids.append(token_id)
+            self._prefixes.keep(entry.state, num_committed, self.blocks)
         return silent
 
     def rewind(self, step: ScheduledStep) -> None:
         """Forgets that a step was scheduled, so that the same work is scheduled again.
 
         Slots and blocks stay as they are: the attention worker keeps them from an abandoned step.
+        Of several steps in flight the last one is rewound first.
         """
         for entry in step.entries:
             if entry.current:
@@ -165,6 +179,11 @@ class Scheduler:
         else:
             self._release(state)
         return state
+
+    def requeue(self) -> None:
+        """Lets all running requests wait: what their attention worker knew is lost."""
+        for state in list(self.running):
+            self._preempt(state)
 
     def reset(self, limits: SchedulerLimits) -> list[RequestState]:
         """Starts over with an attention worker that knows nothing; call when nothing runs.
@@ -186,8 +205,10 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self.limits.num_request_slots))
         known = [state.request_id for state in (*self.running, *self.waiting)]
         assert sorted(known) == sorted(self._states)
-        held = sum(len(self.blocks.table(state.request_id)) for state in self.running)
-        assert held == self.blocks.num_used
+        tables = [self.blocks.table(state.request_id) for state in self.running]
+        assert len({block for table in tables for block in table}) == self.blocks.num_used
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_turn)
 
     def _schedule_running(self, budget: int) -> tuple[list[ScheduledEntry], list[RequestState]]:
         entries: list[ScheduledEntry] = []
@@ -195,15 +216,44 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             state = self.running[index]
-            num_tokens = min(state.num_wanted(self.limits.max_model_len), budget)
+            num_later = len(self.running) - index - 1
+            num_tokens = self._chunk(state, budget, num_later)
             if num_tokens > 0:
-                blocks = self._grow_or_preempt(state, state.num_computed + num_tokens, preempted)
-                if blocks is None:
-                    break  # it was the youngest itself
-                entries.append(_advance(state, num_tokens, blocks))
-                budget -= num_tokens
+                entry = self._compute(state, num_tokens, budget - num_later, preempted)
+                if entry is None:
+                    break  # its turn was the last one: it was preempted itself
+                entries.append(entry)
+                budget -= entry.num_tokens
             index += 1
         return entries, preempted
+
+    def _chunk(self, state: RequestState, budget: int, num_later: int) -> int:
+        """How many known tokens of a request this step computes.
+
+        Args:
+            state: The request.
+            budget: Tokens left in the step.
+            num_later: Running requests behind it; each is left a token.
+        """
+        wanted = state.num_wanted(self.limits.max_model_len)
+        if wanted > 1 and len(self._states) > 1:
+            wanted = min(wanted, self._policy.long_prefill(self.limits.max_step_tokens))
+        return min(wanted, max(1, budget - num_later))
+
+    def _compute(
+        self, state: RequestState, num_tokens: int, budget: int, preempted: list[RequestState]
+    ) -> ScheduledEntry | None:
+        """Work of a running request, with its drafts if there is room; None if it was preempted."""
+        num_drafts = min(
+            state.num_drafts, budget - num_tokens, state.room(self.limits.max_model_len) - 1
+        )
+        if num_drafts > 0 and not state.num_placeholders:
+            end = state.num_computed + num_tokens + num_drafts
+            blocks = self.blocks.grow(state.request_id, end)
+            if blocks is not None:
+                return _advance(state, num_tokens, blocks, num_drafts)
+        blocks = self._grow_or_preempt(state, state.num_computed + num_tokens, preempted)
+        return None if blocks is None else _advance(state, num_tokens, blocks)
 
     def _grow_or_preempt(
         self, state: RequestState, num_tokens: int, preempted: list[RequestState]
@@ -219,26 +269,45 @@ class Scheduler:
             if victim is state:
                 return None
 
-    def _admit(
-        self, budget: int, entries: list[ScheduledEntry], admitted: list[RequestState]
-    ) -> None:
+    def _admit(self, budget: int) -> list[ScheduledEntry]:
+        """First work of waiting requests, as many as have room."""
+        entries: list[ScheduledEntry] = []
         while self.waiting and self._free_slots and budget > 0:
             state = self.waiting[0]
-            blocks = self.blocks.grow(state.request_id, len(state.token_ids))
+            blocks = self._open(state)
             if blocks is None:
-                return
-            self.waiting.popleft()
-            self.running.append(state)
+                break
+            self.waiting.pop(0)
+            insort(self.running, state, key=_turn)
             state.slot = self._free_slots.pop()
             state.life += 1
-            admitted.append(state)
-            num_tokens = min(len(state.token_ids), budget)
-            entries.append(_advance(state, num_tokens, blocks))
-            budget -= num_tokens
+            entries.append(_advance(state, self._chunk(state, budget, 0), blocks))
+            budget -= entries[-1].num_tokens
+        return entries
+
+    def _open(self, state: RequestState) -> tuple[int, ...] | None:
+        """Block table of a request that is to be admitted; None if not all of it fits.
+
+        A block for each running request must stay free: what would be preempted again within a
+        few steps is better not admitted.
+        """
+        found = self._prefixes.find(state, self.blocks)
+        num_tokens = len(state.token_ids)
+        headroom = len(self.running)
+        blocks = self.blocks.open(state.request_id, found, num_tokens, headroom=headroom)
+        if blocks is None:
+            return None
+        state.num_computed = len(found) * self.blocks.block_size
+        state.num_kept_blocks = len(found)
+        if state.life == 0:
+            state.num_cached_tokens = state.num_computed
+            self.num_prefix_queried += num_tokens
+            self.num_prefix_hit += state.num_computed
+        return blocks
 
     def _preempt(self, state: RequestState) -> None:
         self._release(state)
-        self.waiting.appendleft(state)
+        insort(self.waiting, state, key=_turn)
 
     def _release(self, state: RequestState) -> None:
         assert state.slot is not None
@@ -249,21 +318,46 @@ class Scheduler:
         state.slot = None
         state.num_computed = 0
         state.num_placeholders = 0
+        state.num_drafts = 0
+        state.num_kept_blocks = 0
 
 
-def _advance(state: RequestState, num_tokens: int, blocks: tuple[int, ...]) -> ScheduledEntry:
-    """Schedules the next `num_tokens` tokens of a running request."""
+def _advance(
+    state: RequestState, num_tokens: int, blocks: tuple[int, ...], num_drafts: int = 0
+) -> ScheduledEntry:
+    """Schedules the next `num_tokens` known tokens of a running request, and drafts after them."""
     assert state.slot is not None
     start = state.num_computed
     known = len(state.token_ids) + state.num_placeholders
     sample = start + num_tokens == known
+    assert sample or not num_drafts, "drafts follow the last known token"
     state.num_computed = start + num_tokens
     state.num_placeholders += sample
-    return ScheduledEntry(state, state.life, state.slot, start, num_tokens, blocks, sample)
+    return ScheduledEntry(
+        state, state.life, state.slot, start, num_tokens + num_drafts, blocks, sample, num_drafts
+    )
 
 
-def _opening(state: RequestState) -> SlotOpening:
-    assert state.slot is not None
+def _commit_entry(entry: ScheduledEntry, tokens: Sequence[int]) -> int:
+    """Appends what was sampled: one token, and one more for each accepted draft.
+
+    Returns:
+        How many tokens of the request are computed for good.
+    """
+    num_accepted = max(0, len(tokens) - 1)
+    if entry.sample:
+        entry.state.num_placeholders -= 1
+        entry.state.token_ids.extend(tokens)
+        entry.state.num_computed += num_accepted
+    return entry.start + entry.num_tokens - entry.num_drafts + num_accepted
+
+
+def _opening(entry: ScheduledEntry) -> SlotOpening:
+    state = entry.state
     return SlotOpening(
-        state.slot, tuple(state.token_ids), state.num_prompt_tokens, state.request.params
+        entry.slot,
+        tuple(state.token_ids),
+        state.num_prompt_tokens,
+        entry.start,
+        state.request.params,
     )

@@ -154,7 +154,15 @@ class EngineStats:
     alive: bool = True
     """False once the engine can no longer serve."""
     num_preemptions: int = 0
-    """Since the gateway started."""
+    """Since the gateway started, as all that follows."""
+    num_prefix_queried: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    num_prefix_hit: int = 0
+    """Part of them that was found."""
+    num_drafts_verified: int = 0
+    """Speculative tokens that were verified."""
+    num_drafts_accepted: int = 0
+    """Part of them that was accepted."""
     dispatch: tuple[DispatchStats, ...] = ()
 
 

@@ -6,21 +6,28 @@ from collections.abc import Collection
 
 import numpy as np
 
+from expertmesh.errors import EngineError, RequestError
 from expertmesh.v1 import attention_service_pb2 as pb
+from gateway.output_stream import NewToken
 from gateway.request_state import ScheduledEntry, ScheduledStep, SlotOpening
-from gateway.scheduler import SchedulerLimits
+from gateway.scheduler_limits import SchedulerLimits
 from gateway.sequence import SamplingParams, TokenLogprobs
 
 
 def step_message(
-    step: ScheduledStep, time_limit_ms: int, eos_token_ids: Collection[int] = ()
+    step: ScheduledStep,
+    time_limit_ms: int,
+    eos_token_ids: Collection[int] = (),
+    *,
+    after_step: int = 0,
 ) -> pb.StepRequest:
     """A step for the attention worker.
 
     Args:
         step: What the scheduler decided.
-        time_limit_ms: 0 for none.
+        time_limit_ms: For computing it; 0 for none.
         eos_token_ids: Tokens that end an output, unless a request ignores them.
+        after_step: Number of the step that it builds on, while that is in flight; 0 means none.
     """
     return pb.StepRequest(
         step=step.step,
@@ -28,6 +35,7 @@ def step_message(
         new_requests=[_new_request(opening, eos_token_ids) for opening in step.opened],
         scheduled=[_scheduled(entry) for entry in step.entries],
         time_limit_ms=time_limit_ms,
+        after_step=after_step,
     )
 
 
@@ -42,12 +50,29 @@ def limits_of(description: pb.DescribeResponse) -> SchedulerLimits:
     )
 
 
-def token_logprobs(token: pb.SampledToken) -> TokenLogprobs | None:
-    """Log probabilities of a sampled token; None if they were not asked for."""
+def new_token(token: pb.SampledToken) -> NewToken:
+    """A sampled token, with log probabilities if they were asked for."""
     if not token.HasField("logprob"):
-        return None
+        return NewToken(token.token_id)
     top = tuple((candidate.token_id, candidate.logprob) for candidate in token.top_logprobs)
-    return TokenLogprobs(token.token_id, token.logprob, top)
+    return NewToken(token.token_id, TokenLogprobs(token.token_id, token.logprob, top))
+
+
+def tokens_by_slot(response: pb.StepResponse) -> dict[int, list[NewToken]]:
+    """Sampled tokens per request slot; none of slots whose logits were not finite."""
+    unusable = set(response.nonfinite_slots)
+    found: dict[int, list[NewToken]] = {}
+    for token in response.sampled:
+        if token.slot not in unusable:
+            found.setdefault(token.slot, []).append(new_token(token))
+    return found
+
+
+def slot_errors(response: pb.StepResponse) -> dict[int, Exception]:
+    """Why requests of a computed step cannot go on, per request slot."""
+    nonfinite = EngineError("the model's output is not a finite number")
+    errors: dict[int, Exception] = dict.fromkeys(response.nonfinite_slots, nonfinite)
+    return errors | {failure.slot: RequestError(failure.message) for failure in response.failures}
 
 
 def _new_request(opening: SlotOpening, eos_token_ids: Collection[int]) -> pb.NewRequest:
@@ -55,6 +80,7 @@ def _new_request(opening: SlotOpening, eos_token_ids: Collection[int]) -> pb.New
         slot=opening.slot,
         token_ids=np.asarray(opening.token_ids, dtype="<i4").tobytes(),
         num_prompt_tokens=opening.num_prompt_tokens,
+        num_cached=opening.num_cached,
         sampling=_sampling(opening.params, eos_token_ids),
     )
 

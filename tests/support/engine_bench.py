@@ -6,12 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from expertmesh.settings import EngineSettings
 from gateway.engine import Engine
 from gateway.engine_observer import EngineObserver
-from gateway.scheduler import SchedulerLimits
+from gateway.scheduler_limits import SchedulerLimits
 from gateway.sequence import (
     EngineStats,
     FinishReason,
@@ -112,8 +112,12 @@ class Bench:
         return answer
 
     async def until(self, expected: EngineStats) -> None:
-        """Waits until the engine's load is this."""
-        await asyncio.to_thread(wait_for, lambda: self.engine.stats() == expected)
+        """Waits until the engine's load is this, whatever its counters say."""
+        await asyncio.to_thread(wait_for, lambda: self.load() == expected)
+
+    def load(self) -> EngineStats:
+        """Load without the counters of what happened."""
+        return replace(self.engine.stats(), num_prefix_queried=0, num_prefix_hit=0)
 
     async def until_ready(self, expected: bool) -> None:
         """Waits until the engine is ready, or is not."""

@@ -27,7 +27,7 @@ from gateway.app import Access, build_app, make_runner
 from gateway.chat_template import ChatTemplate
 from gateway.engine_observer import EngineObserver
 from gateway.mesh_status import MeshStatus
-from gateway.output_stream import OutputStream
+from gateway.output_stream import NewToken, OutputStream
 from gateway.request_metrics import RequestMetrics
 from gateway.request_state import RequestState
 from gateway.sequence import (
@@ -149,7 +149,7 @@ class ScriptedEngine:
         for token_id in ids:
             state.token_ids.append(token_id)
             logprobs = _logprobs(token_id, request.params.num_logprobs)
-            output = stream.push(logprobs, self.context)
+            output = stream.push([NewToken(token_id, logprobs)], self.context)
             found.append(replace(output, num_cached_tokens=self.num_cached))
             if output.finish_reason is not None:
                 break

@@ -16,7 +16,7 @@ import numpy as np
 from expertmesh.errors import ExpertUnavailableError, PeerError
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2 as expert_pb
-from gateway.scheduler import SchedulerLimits
+from gateway.scheduler_limits import SchedulerLimits
 
 EOS = 1
 _WAIT_S = 20.0
@@ -38,8 +38,10 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 @dataclass
 class _Slot:
     token_ids: list[int]
-    num_computed: int = 0
+    num_computed: int
     blocks: list[int] = field(default_factory=list)
+    num_drafts: int = 0
+    """Proposed after the last token."""
 
 
 class StrictAttention:
@@ -50,23 +52,66 @@ class StrictAttention:
         self.slots: dict[int, _Slot] = {}
         self.num_computed_tokens = 0
         self.num_openings = 0
+        self.num_cached_tokens = 0
+        self.contents: dict[int, tuple[int, ...]] = {}
+        """KV block to the sequence up to its last token that was written."""
+        self.num_drafts_of: Callable[[Sequence[int]], int] = lambda token_ids: 0
+        """How many tokens are proposed after these."""
+        self.drafts_hold: Callable[[Sequence[int]], int] = lambda token_ids: 0
+        """How many of the tokens proposed after these turn out to be right."""
         self._last_step = 0
+        self._last_committed = 0
 
     def execute(
         self, step: pb.StepRequest, token_of: Callable[[Sequence[int]], int] = next_token
     ) -> pb.StepResponse:
-        """Applies deltas, computes and commits."""
+        """Applies deltas, computes and commits; skips a step that builds on an abandoned one."""
+        skipped = self.skips(step)
         self.apply_deltas(step)
+        if skipped:
+            return pb.StepResponse(step=step.step, status=pb.StepResponse.STATUS_SKIPPED)
+        for work in step.scheduled:
+            self._check_work(work)
+        self._last_committed = step.step
         response = pb.StepResponse(step=step.step, status=pb.StepResponse.STATUS_DONE)
         for work in step.scheduled:
-            slot = self.slots[work.slot]
-            slot.num_computed += work.num_tokens
-            self.num_computed_tokens += work.num_tokens
-            if work.sample:
-                token_id = token_of(slot.token_ids)
-                slot.token_ids.append(token_id)
-                response.sampled.add(slot=work.slot, token_id=token_id)
+            self._compute(self.slots[work.slot], work, response, token_of)
         return response
+
+    def skips(self, step: pb.StepRequest) -> bool:
+        """True if a step builds on one that was not committed."""
+        return bool(step.after_step) and step.after_step != self._last_committed
+
+    def _compute(
+        self,
+        slot: _Slot,
+        work: pb.ScheduledRequest,
+        response: pb.StepResponse,
+        token_of: Callable[[Sequence[int]], int],
+    ) -> None:
+        num_drafts = max(0, work.start + work.num_tokens - len(slot.token_ids))
+        num_accepted = min(num_drafts, self.drafts_hold(slot.token_ids)) if num_drafts else 0
+        response.num_drafts_verified += num_drafts
+        response.num_drafts_accepted += num_accepted
+        self.num_computed_tokens += work.num_tokens
+        for _ in range(1 + num_accepted if work.sample else 0):
+            token_id = token_of(slot.token_ids)
+            slot.token_ids.append(token_id)
+            response.sampled.add(slot=work.slot, token_id=token_id)
+        slot.num_computed += work.num_tokens - num_drafts + num_accepted
+        self._write(slot, work.start, slot.num_computed)
+        slot.num_drafts = self.num_drafts_of(slot.token_ids) if work.sample else 0
+        if slot.num_drafts:
+            response.drafts.add(slot=work.slot, num_drafts=slot.num_drafts)
+
+    def _write(self, slot: _Slot, start: int, end: int) -> None:
+        """Keys and values of [start, end), after those that must be there already."""
+        size = self.limits.kv_block_size
+        if start:
+            block = slot.blocks[(start - 1) // size]
+            assert self.contents[block] == tuple(slot.token_ids[:start]), "KV of another prefix"
+        for position in range(start, end):
+            self.contents[slot.blocks[position // size]] = tuple(slot.token_ids[: position + 1])
 
     def apply_deltas(self, step: pb.StepRequest) -> None:
         """Slots and blocks of a step, and all checks."""
@@ -80,27 +125,42 @@ class StrictAttention:
         slots = Counter(work.slot for work in step.scheduled)
         assert all(count == 1 for count in slots.values()), "a slot is scheduled twice"
         for work in step.scheduled:
-            self._check_work(work)
-        blocks = Counter(block for slot in self.slots.values() for block in slot.blocks)
-        assert all(count == 1 for count in blocks.values()), "a block is in two tables"
-        assert all(0 <= block < self.limits.num_kv_blocks for block in blocks)
+            self.slots[work.slot].blocks.extend(work.new_block_ids)
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        """A block is in two tables only if both have computed the same tokens up to its end."""
+        size = self.limits.kv_block_size
+        sequences: dict[int, tuple[int, ...]] = {}
+        for slot in self.slots.values():
+            assert len(set(slot.blocks)) == len(slot.blocks), "a block is twice in a table"
+            for index, block in enumerate(slot.blocks):
+                assert 0 <= block < self.limits.num_kv_blocks
+                own = tuple(slot.token_ids[: (index + 1) * size])
+                other = sequences.setdefault(block, own)
+                shared = other is not own
+                full = len(own) == (index + 1) * size and slot.num_computed >= len(own)
+                assert not shared or (full and own == other), "a block is in two tables"
 
     def _open(self, new: pb.NewRequest) -> None:
         assert new.slot not in self.slots, f"slot {new.slot} is in use"
         assert new.slot < self.limits.num_request_slots
         token_ids = np.frombuffer(new.token_ids, dtype="<i4").tolist()
         assert 1 <= new.num_prompt_tokens <= len(token_ids) < self.limits.max_model_len
+        assert new.num_cached < len(token_ids), "the last token is computed"
         self.num_openings += 1
-        self.slots[new.slot] = _Slot(token_ids)
+        self.num_cached_tokens += new.num_cached
+        self.slots[new.slot] = _Slot(token_ids, new.num_cached)
 
     def _check_work(self, work: pb.ScheduledRequest) -> None:
         slot = self.slots[work.slot]
-        slot.blocks.extend(work.new_block_ids)
         end = work.start + work.num_tokens
+        known = len(slot.token_ids)
         assert work.num_tokens > 0
         assert work.start == slot.num_computed, "each token is computed exactly once"
-        assert end <= len(slot.token_ids), "only known tokens are computed"
-        assert work.sample == (end == len(slot.token_ids)), "a token is sampled after the last one"
+        assert end <= known + slot.num_drafts, "only known and proposed tokens are computed"
+        assert work.sample == (end >= known), "a token is sampled after the last one"
+        assert end < self.limits.max_model_len, "there is room for the sampled token"
         assert end <= len(slot.blocks) * self.limits.kv_block_size, "every token has a KV block"
 
 
@@ -116,14 +176,18 @@ class ScriptedPort:
         self.waiting = threading.Event()
         """Set while the engine waits for a result that the gate holds."""
         self.steps: list[pb.StepRequest] = []
+        """All that were sent; the first ones are answered."""
         self.restarts: list[str] = []
         self.token_of = next_token
         self.auto_restart = True
+        self._num_answered = 0
         self._limits: SchedulerLimits | None = limits
         self._missing: tuple[tuple[int, int], ...] = ()
         self._failures: list[str] = []
         self._nonfinite: set[int] = set()
         self._loss = ""
+        self._losses: dict[int, str] = {}
+        self._num_received = 0
         self._on_change: Callable[[], None] = lambda: None
 
     def pause(self, *missing: tuple[int, int]) -> None:
@@ -142,6 +206,10 @@ class ScriptedPort:
         """The attention worker is lost during the next step."""
         self._loss = reason
 
+    def lose_at(self, num_results: int, reason: str) -> None:
+        """The attention worker is lost instead of giving this result, counted from the first."""
+        self._losses[num_results] = reason
+
     def die(self) -> None:
         """The attention worker ends by itself."""
         self._limits = None
@@ -150,6 +218,7 @@ class ScriptedPort:
     def revive(self, limits: SchedulerLimits) -> None:
         """A new attention worker is up; it knows nothing."""
         self.worker = StrictAttention(limits)
+        self._num_answered = len(self.steps)
         self._limits = limits
         self._on_change()
 
@@ -169,10 +238,15 @@ class ScriptedPort:
             self.waiting.set()
             assert self.gate.wait(_WAIT_S), "the test forgot to open the gate"
             self.waiting.clear()
-        step = self.steps[-1]
+        step = self.steps[self._num_answered]
+        self._num_answered += 1
+        self._num_received += 1
+        self._loss = self._losses.pop(self._num_received, self._loss)
         if self._loss:
             reason, self._loss = self._loss, ""
             raise PeerError(reason)
+        if self.worker.skips(step):
+            return self.worker.execute(step)
         if self._failures:
             self.worker.apply_deltas(step)
             message = self._failures.pop(0)

@@ -17,6 +17,7 @@ from expertmesh.errors import (
     RequestError,
 )
 from expertmesh.settings import EngineSettings
+from gateway.engine import MAX_LOSSES
 from gateway.sequence import (
     EngineStats,
     FinishReason,
@@ -128,20 +129,35 @@ async def test_nonfinite_logits_end_only_their_request(bench: Bench) -> None:
     assert other.token_ids == continuation(range(4), 4)
 
 
-async def test_losing_the_attention_worker_ends_running_requests(bench: Bench) -> None:
-    """Running requests end with the reason, waiting ones are served by the next life."""
+async def test_requests_outlive_their_attention_worker(bench: Bench) -> None:
+    """Running requests are computed again by the next life, waiting ones for the first time: all
+    get the tokens that they would have got."""
     bench.port.gate.clear()
-    bench.port.lose_next("attention-worker-0 was killed by SIGKILL")
     runs = [bench.ask(f"r{i}", [i], max_tokens=9) for i in range(4)]
     await bench.hold_step()
     waits = bench.ask("waits", range(3))
+    bench.port.lose_at(6, "attention-worker-0 was killed by SIGKILL")
     bench.port.gate.set()
-    error = (await runs[0].end()).error
-    assert isinstance(error, EngineError)
-    assert "was killed by SIGKILL" in str(error)
+    for index, answer in enumerate(runs):
+        assert (await answer.end()).finish_reason is FinishReason.LENGTH
+        assert answer.token_ids == continuation([index], 9)
     await waits.end()
     assert waits.token_ids == continuation(range(3), 4)
+    assert bench.port.restarts == ["attention-worker-0 was killed by SIGKILL"]
     assert bench.engine.ready
+    await bench.until(IDLE)
+
+
+async def test_a_request_that_kills_attention_workers_ends(bench: Bench) -> None:
+    """A request that was there each time an attention worker was lost is not tried for ever."""
+    for loss in range(MAX_LOSSES):
+        bench.port.lose_at(3 + 2 * loss, "it crashed")
+    answer = bench.ask("poison", range(3), max_tokens=60)
+    error = (await answer.end()).error
+    assert isinstance(error, EngineError)
+    assert "lost 3 times" in str(error)
+    await bench.until_ready(True)
+    assert (await bench.ask("b", [1]).end()).finish_reason is FinishReason.LENGTH
 
 
 async def test_the_death_of_an_idle_attention_worker_is_noticed(bench: Bench) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.engine_observer import EngineObserver
-from gateway.output_stream import OutputStream
+from gateway.output_stream import NewToken, OutputStream
 from gateway.request_state import RequestState
 from gateway.sequence import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from gateway.service import merge
@@ -27,7 +27,7 @@ def generate(text: str, *, end: bool = True, **params: Any) -> RequestOutput:
     outputs = []
     for token_id in [*TOKENIZER.encode(text), *([EOS] if end else [])]:
         state.token_ids.append(token_id)
-        outputs.append(stream.push(None, CONTEXT))
+        outputs.append(stream.push([NewToken(token_id)], CONTEXT))
         if outputs[-1].finish_reason is not None:
             return merge(outputs)
     raise AssertionError("nothing ended the output")

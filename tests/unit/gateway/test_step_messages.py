@@ -29,7 +29,9 @@ PARAMS = SamplingParams(
 
 
 def _spec(params: SamplingParams) -> dict[str, object]:
-    opening = SlotOpening(slot=0, token_ids=(1, 2), num_prompt_tokens=2, params=params)
+    opening = SlotOpening(
+        slot=0, token_ids=(1, 2), num_prompt_tokens=2, num_cached=1, params=params
+    )
     step = ScheduledStep(step=1, freed_slots=(), opened=(opening,), entries=())
     spec = step_message(step, 0, eos_token_ids={1}).new_requests[0].sampling
     return {

@@ -1,0 +1,51 @@
+"""What the scheduler must keep to: room of the attention worker, and choices of the operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from expertmesh.errors import ContextLengthError, RequestError
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What the attention worker has room for."""
+
+    num_kv_blocks: int
+    kv_block_size: int
+    """Tokens of one KV block."""
+    num_request_slots: int
+    max_step_tokens: int
+    model_len: int
+    """Longest sequence that the model takes, prompt and output together."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence that can be served: of the model and of the KV cache."""
+        return min(self.model_len, self.num_kv_blocks * self.kv_block_size)
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """Raises RequestError for a prompt that can never be served."""
+        if num_prompt_tokens < 1:
+            raise RequestError("the prompt is empty, expected at least one token", param="prompt")
+        if num_prompt_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens and one more is to be generated, but "
+                f"prompt and output together can have {self.max_model_len}",
+                param="prompt",
+            )
+
+
+@dataclass(frozen=True)
+class SchedulerPolicy:
+    """Choices of the operator."""
+
+    prefix_caching: bool = True
+    long_prefill_tokens: int | None = None
+    """Most prompt tokens of one request in a step while others have work; None is half of it."""
+    priority_step_s: float = 10.0
+    """Seconds of arrival that one level of priority counts for."""
+
+    def long_prefill(self, max_step_tokens: int) -> int:
+        """Most prompt tokens of one request in a step while others have work."""
+        return self.long_prefill_tokens or max(1, max_step_tokens // 2)
