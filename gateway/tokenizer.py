@@ -11,12 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from expertmesh.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -66,6 +69,17 @@ class Tokenizer:
     def config(self) -> Mapping[str, Any]:
         """Content of `tokenizer_config.json`; empty if there is none."""
         return self._config
+
+    @cached_property
+    def grammar_vocabulary(self) -> LLTokenizer:
+        """The vocabulary for checking grammars; takes a moment when first asked for.
+
+        Raises:
+            ValueError: The library for grammars cannot use this tokenizer.
+        """
+        from llguidance import LLTokenizer  # not at the start of the command line
+
+        return LLTokenizer(self.definition, eos_token=list(self.eos_ids) or None, slices=[])
 
     @property
     def vocab_size(self) -> int:

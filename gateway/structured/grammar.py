@@ -1,4 +1,4 @@
-"""Constraints to grammars as llguidance writes them, checked so far as that needs no vocabulary.
+"""Constraints to grammars as llguidance writes them, checked against the vocabulary of the model.
 
 The library is loaded with the first constraint. It releases the interpreter lock while it checks,
 and gives up by itself on what is too large; the time limit here is for what its authors did not
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from expertmesh.errors import RequestError
 from gateway.service import GenerationFrontend
 from gateway.structured.constraint import Constraint, Kind
+from gateway.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -43,22 +44,23 @@ async def compile_constraint(frontend: GenerationFrontend, constraint: Constrain
     """
     if constraint is None:
         return ""
-    if frontend.model.tokenizer is None:
-        raise RequestError(
-            f"this model has no tokenizer, so {constraint.param} cannot be obeyed",
-            param=constraint.param,
-            code="unsupported_by_model",
-        )
+    tokenizer = frontend.model.tokenizer
+    if tokenizer is None:
+        raise _not_by_model(constraint, "has no tokenizer")
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            return await frontend.run_in_thread(make_grammar, constraint)
+            return await frontend.run_in_thread(make_grammar, constraint, tokenizer)
     except TimeoutError:
         message = f"{constraint.param} is too complex: it was not ready within {_TIMEOUT_S:g} s"
         raise _refused(constraint, message) from None
 
 
-def make_grammar(constraint: Constraint) -> str:
+def make_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
     """The grammar as a string that the attention worker understands; blocks.
+
+    Args:
+        constraint: What the output must match.
+        tokenizer: Of the model; grammars may name its special tokens.
 
     Raises:
         RequestError: It cannot be used; says why.
@@ -70,7 +72,11 @@ def make_grammar(constraint: Constraint) -> str:
     except Exception as error:  # the GBNF converter raises bare exceptions for what users wrote
         message = f"{constraint.param} cannot be read: {_readable(str(error))}"
         raise _refused(constraint, message) from error
-    reason = LLMatcher.validate_grammar(grammar)
+    try:
+        vocabulary = tokenizer.grammar_vocabulary
+    except ValueError as error:
+        raise _not_by_model(constraint, "has a tokenizer that grammars cannot use") from error
+    reason = LLMatcher.validate_grammar(grammar, vocabulary)
     if reason:
         raise _refused(constraint, f"{constraint.param} cannot be used: {_readable(reason)}")
     return grammar
@@ -123,11 +129,19 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def _not_by_model(constraint: Constraint, why: str) -> RequestError:
+    return RequestError(
+        f"this model {why}, so {constraint.param} cannot be obeyed",
+        param=constraint.param,
+        code="unsupported_by_model",
+    )
+
+
 def _refused(constraint: Constraint, message: str) -> RequestError:
     return RequestError(message, param=constraint.param, code="invalid_grammar")
 
 
 def _readable(reason: str) -> str:
     """What the library says, on one line and without an excerpt of the grammar."""
-    words = re.sub(r"\s+", " ", reason.partition("\n   1 |")[0]).strip()
+    words = " ".join(re.split(r"\n *\d+ \|", reason)[0].split())
     return words if len(words) <= _MAX_REASON_LEN else f"{words[:_MAX_REASON_LEN]}..."

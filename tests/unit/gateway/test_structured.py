@@ -43,7 +43,7 @@ def accepts(fields: dict[str, object], text: str) -> bool:
     """True if the grammar of a request allows a text, and allows the output to end there."""
     constraint = parse_constraint(fields)
     assert constraint is not None
-    matcher = LLMatcher(VOCABULARY, make_grammar(constraint))
+    matcher = LLMatcher(VOCABULARY, make_grammar(constraint, TOKENIZER))
     assert not matcher.is_error(), matcher.get_error()
     ids = TOKENIZER.encode(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -208,6 +208,8 @@ for _ in range(200):
         (Kind.REGEX, "(" * 9000 + "a" + ")" * 9000, "regex"),
         (Kind.GRAMMAR, "start: foo", "foo"),
         (Kind.GRAMMAR, "nonsense", ""),
+        (Kind.GRAMMAR, "start: <|no_such_token|>", "unknown special token"),
+        (Kind.GRAMMAR, "start: <[100000]>", "too large"),
         (Kind.GRAMMAR, 'root ::= "a', "line 1"),
         (Kind.GRAMMAR, "root ::= x", "x"),
         (Kind.GRAMMAR, "root ::= " + "(" * 9000, "recursion"),
@@ -216,7 +218,7 @@ for _ in range(200):
 def test_what_cannot_be_compiled_is_explained(kind: Kind, source: str, why: str) -> None:
     """A constraint that cannot be obeyed exactly is refused with the reason, shortly."""
     with pytest.raises(RequestError) as caught:
-        make_grammar(Constraint(kind, source, "structured_outputs.x"))
+        make_grammar(Constraint(kind, source, "structured_outputs.x"), TOKENIZER)
     assert why in caught.value.message
     assert (caught.value.param, caught.value.code) == ("structured_outputs.x", "invalid_grammar")
     assert len(caught.value.message) < 500
@@ -235,7 +237,7 @@ async def test_the_grammar_reaches_the_engine(
     constraint = parse_constraint(schema(PERSON))
     assert constraint is not None
     grammars = [request.params.grammar for request in gateway.engine.requests]
-    assert grammars == ["", make_grammar(constraint)]
+    assert grammars == ["", make_grammar(constraint, TOKENIZER)]
 
 
 async def test_a_bad_schema_is_a_bad_request(

@@ -216,7 +216,7 @@ def accepts(use: ToolUse, text: str) -> bool:
     """True if the grammar of tools that must be called allows a text."""
     constraint = tool_constraint(use)
     assert constraint is not None
-    matcher = LLMatcher(VOCABULARY, make_grammar(constraint))
+    matcher = LLMatcher(VOCABULARY, make_grammar(constraint, TOKENIZER))
     assert not matcher.is_error(), matcher.get_error()
     ids = TOKENIZER.encode(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
