@@ -169,9 +169,9 @@ class EngineSettings(Settings):
     request_timeout_s: float = 3600.0
     """Seconds from the arrival of a request to its end; after them it is answered 504."""
     max_num_queued_reqs: int = 256
-    """Requests that wait at a time; more are answered 503."""
+    """Requests that wait for an attention worker at a time; more are answered 503."""
     max_num_queued_tokens: int = 262_144
-    """Prompt tokens that wait at a time; more are answered 503."""
+    """Prompt tokens that wait for an attention worker at a time; more are answered 503."""
     experts_hold_s: float = 10.0
     """Seconds for which requests pause while an expert has no usable copy; then they end."""
     expert_call_timeout_s: float = 30.0
@@ -217,17 +217,13 @@ class MeshSettings(Settings):
     expert_workers: int = 2
     """Expert workers that `serve` starts; they share the experts evenly."""
     attention_workers: int = 1
-    """Attention workers of the gateway. This version runs one."""
+    """Attention workers of the gateway, each with its own KV cache; requests go where their prefix
+    is cached or least is to be done."""
 
     def __post_init__(self) -> None:
         """Checks the ranges and the addresses."""
         _check_int("expert_workers", self.expert_workers, 1, 256)
         _check_int("attention_workers", self.attention_workers, 1, 64)
-        if self.attention_workers != 1:
-            raise SettingsError(
-                f"attention_workers is {self.attention_workers}; this version runs one",
-                fix="leave out --attention-workers",
-            )
         _ = self.addresses
 
     @property

@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from expertmesh.errors import (
     DeadlineError,
@@ -41,7 +41,7 @@ from gateway.output_desk import OutputDesk
 from gateway.request_state import RequestState, ScheduledStep
 from gateway.scheduler import Scheduler
 from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
-from gateway.sequence import DispatchStats, EngineStats, GenerationRequest
+from gateway.sequence import EngineStats, GenerationRequest
 from gateway.step_messages import slot_errors, tokens_by_slot
 from gateway.step_pipeline import StepPipeline
 from gateway.tokenizer import Tokenizer
@@ -68,8 +68,10 @@ class Engine:
         tokenizer: For text and stop strings; None without one.
         eos_token_ids: Tokens that end an output.
         observer: Told about requests and steps.
-        dispatch: Gives totals of the calls to expert workers, for `stats`.
         name: Of its thread.
+
+    Attributes:
+        num_lives: Attention workers so far: with each the KV cache starts empty.
 
     Raises:
         StartupError: The attention worker is down.
@@ -84,7 +86,6 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Collection[int] = (),
         observer: EngineObserver | None = None,
-        dispatch: Callable[[], tuple[DispatchStats, ...]] = tuple,
         name: str = "engine",
     ) -> None:
         limits = attention.limits()
@@ -92,11 +93,8 @@ class Engine:
             raise StartupError("the attention worker ended right after its start")
         self._attention = attention
         self._observer = observer or EngineObserver()
-        self._dispatch = dispatch
         self._limits = limits
-        self._policy = SchedulerPolicy(
-            settings.prefix_caching, settings.long_prefill_tokens, settings.priority_step_s
-        )
+        self._policy = SchedulerPolicy.of(settings)
         self._scheduler = Scheduler(limits, self._policy)
         # Drafts are for the token after the last one, which must be known when they are scheduled.
         depth = 1 if settings.num_speculative_tokens else _STEPS_IN_FLIGHT
@@ -106,6 +104,7 @@ class Engine:
         self._hold = ExpertHold(settings.experts_hold_s)
         self._down_since_s: float | None = None
         self._num_failures = 0
+        self.num_lives = 1
         self._counters = EngineCounters()
         queue = QueueLimits(settings.max_num_queued_reqs, settings.max_num_queued_tokens)
         self._inbox = Inbox(queue, queue_load(self._scheduler))
@@ -148,7 +147,6 @@ class Engine:
             self._stats,
             num_waiting=self._inbox.num_waiting,
             alive=self._thread.is_alive(),
-            dispatch=self._dispatch(),
         )
 
     @property
@@ -161,13 +159,17 @@ class Engine:
         """What the attention worker has room for."""
         return self._limits
 
+    def tell_to_stop(self) -> None:
+        """Takes no further request and asks the thread to end."""
+        self._inbox.stop()
+
     def stop(self, timeout_s: float) -> bool:
         """Ends all requests with an error, and the thread after the step in flight.
 
         Returns:
             False if it has not ended in time: the step hangs until its attention worker is stopped.
         """
-        self._inbox.stop()
+        self.tell_to_stop()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -323,12 +325,12 @@ class Engine:
         self._hold.pause(now_s)
         if self._hold.expired(now_s):
             logger.error("ending %d requests: %s", len(step.entries), error)
-            self._end(_states(step), error)
+            self._end(step.current_states, error)
 
     def _fail(self, step: ScheduledStep, message: str) -> None:
         logger.error("step %d failed: %s", step.step, message)
         self._observer.engine_failed(message)
-        self._end(_states(step), EngineError(f"step failed: {message}"))
+        self._end(step.current_states, EngineError(f"step failed: {message}"))
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
             self._lose_attention(f"{self._num_failures} steps failed in a row")
@@ -340,6 +342,7 @@ class Engine:
                 self._lose_attention("attention worker ended")
         elif limits is not None:
             self._limits = limits
+            self.num_lives += 1
             error = EngineError("the attention worker came back with less room")
             self._end(self._scheduler.reset(limits), error)
             down_s = time.monotonic() - self._down_since_s
@@ -394,8 +397,3 @@ class Engine:
     def _tell_load(self) -> None:
         self._inbox.update_load(queue_load(self._scheduler))
         self._stats = engine_stats(self._scheduler, self._counters)
-
-
-def _states(step: ScheduledStep) -> list[RequestState]:
-    """Requests of a step that still are where they were when it was scheduled."""
-    return [entry.state for entry in step.entries if entry.current]

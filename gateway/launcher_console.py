@@ -202,9 +202,9 @@ def print_answer(http_url: str, question: str, api_key: str | None) -> None:
 
 def _processes(members: Sequence[Member]) -> dict[str, int]:
     processes = {member.name: member.child.pid for member in members if member.child is not None}
-    attention = (members[0].info or {}).get("attention_worker_pid")
-    if isinstance(attention, int):
-        processes["attention worker"] = attention
+    pids = (members[0].info or {}).get("attention_worker_pids")
+    for index, pid in enumerate(pids if isinstance(pids, list) else ()):
+        processes[f"attention worker {index}"] = pid
     return processes
 
 

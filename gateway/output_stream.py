@@ -81,7 +81,6 @@ class OutputStream:
             max_model_len: Longest sequence, prompt and output together.
         """
         first = self._num_generated == 0
-        self._note_time()
         text = ""
         reason: FinishReason | None = None
         stop_reason: str | int | None = None
@@ -93,6 +92,7 @@ class OutputStream:
             text += more
             if reason is not None:
                 break
+        self._note_tokens(len(used))
         output = RequestOutput(
             request_id=self.request.request_id,
             token_ids=tuple(token.token_id for token in used),
@@ -146,12 +146,15 @@ class OutputStream:
         """Of all tokens but the last, which was not computed."""
         return self.routed_experts.whole(self.state.num_prompt_tokens + self._num_generated - 1)
 
-    def _note_time(self) -> None:
+    def _note_tokens(self, num_tokens: int) -> None:
+        """Tells when tokens came; those of one step came at the same time."""
         now = time.monotonic()
         if self._last_s is None:
             self._observer.first_token(self.request, now - self.request.arrival_s)
-        else:
-            self._observer.next_token(self.request, now - self._last_s)
+            num_tokens -= 1
+        for _ in range(num_tokens):
+            self._observer.next_token(self.request, now - (self._last_s or now))
+            self._last_s = now
         self._last_s = now
 
     def _note_end(self, reason: FinishReason) -> None:

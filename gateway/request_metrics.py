@@ -36,6 +36,10 @@ _VLLM_NAMES = frozenset(
         "num_requests_waiting",
         "kv_cache_usage_perc",
         "num_preemptions",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
         "prompt_tokens",
         "generation_tokens",
         "request_success",
@@ -206,11 +210,17 @@ class EngineCollector(_ReadWhenScraped):
             gauge = GaugeMetricFamily(f"moe_{name}", help_text, labels=("model_name",))
             gauge.add_metric(self._labels, value)
             yield gauge
-        preemptions = CounterMetricFamily(
-            "moe_num_preemptions", "Requests computed again for lack of KV", labels=("model_name",)
-        )
-        preemptions.add_metric(self._labels, stats.num_preemptions)
-        yield preemptions
+        counters: dict[str, tuple[str, int]] = {
+            "num_preemptions": ("Requests computed again for lack of KV", stats.num_preemptions),
+            "prefix_cache_queries": ("Prompt tokens looked up", stats.num_prefix_queried),
+            "prefix_cache_hits": ("Prompt tokens found", stats.num_prefix_hit),
+            "spec_decode_num_draft_tokens": ("Drafts verified", stats.num_drafts_verified),
+            "spec_decode_num_accepted_tokens": ("Drafts accepted", stats.num_drafts_accepted),
+        }
+        for name, (help_text, count) in counters.items():
+            counter = CounterMetricFamily(f"moe_{name}", help_text, labels=("model_name",))
+            counter.add_metric(self._labels, count)
+            yield counter
         yield from _dispatch_metrics(stats.dispatch)
 
 

@@ -115,3 +115,8 @@ class ScheduledStep:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(entry.num_tokens for entry in self.entries)
+
+    @property
+    def current_states(self) -> list[RequestState]:
+        """Requests that still are where they were when the step was scheduled."""
+        return [entry.state for entry in self.entries if entry.current]

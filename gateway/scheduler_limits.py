@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from expertmesh.errors import ContextLengthError, RequestError
+from expertmesh.settings import EngineSettings
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class SchedulerPolicy:
     """Most prompt tokens of one request in a step while others have work; None is half of it."""
     priority_step_s: float = 10.0
     """Seconds of arrival that one level of priority counts for."""
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> Self:
+        """The choices in the settings."""
+        return cls(settings.prefix_caching, settings.long_prefill_tokens, settings.priority_step_s)
 
     def long_prefill(self, max_step_tokens: int) -> int:
         """Most prompt tokens of one request in a step while others have work."""

@@ -1,11 +1,11 @@
 """A gateway from its settings to its end: what it is made of, in which order it starts and stops.
 
     main thread    event loop: HTTP and gRPC APIs, signals
-    engine         scheduler and output streams
+    engine-N       scheduler and output streams of an attention worker
     membership     expert maps; watch-<address>: one expert worker each
-    attention-*    streams to the attention worker, a child process
+    attention-*    streams to the attention workers, child processes
 
-Start: ports, checkpoint, expert workers are looked for, attention worker, engine, APIs. Expert
+Start: ports, checkpoint, expert workers are looked for, attention workers, engines, APIs. Expert
 workers may still be missing then: /ready tells. Stop is the reverse and takes about a second beyond
 the grace.
 """
@@ -35,11 +35,12 @@ from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_h
 from expertmesh.wire import incarnation
 from gateway.api_keys import ApiKeys
 from gateway.app import Access, build_app, make_runner
-from gateway.attention_client import AttentionClient
+from gateway.attention_group import AttentionGroup
 from gateway.chat_template import ChatTemplate
 from gateway.discovery import StaticDiscovery
 from gateway.dispatch_totals import DispatchTotals
 from gateway.engine import Engine
+from gateway.engine_pool import EnginePool
 from gateway.grpc_api import GrpcServer
 from gateway.listen import bind, check_free, port_error
 from gateway.membership import Membership, ServedIdentity
@@ -105,7 +106,7 @@ class Gateway:
     """The parts of a gateway. All methods run in the event loop's thread.
 
     Attributes:
-        attention: The attention worker, once it is being started.
+        attention: The attention workers, once they are being started.
         frontend: The way in for requests, once it is open.
         info: Content of the ready line: ports and what is served.
     """
@@ -115,9 +116,9 @@ class Gateway:
         self._interrupted = False
         self._socket: socket.socket | None = None
         self._checkpoint: Checkpoint | None = None
-        self.attention: AttentionClient | None = None
+        self.attention: AttentionGroup | None = None
         self._membership: Membership | None = None
-        self._engine: Engine | None = None
+        self._engine: EnginePool | None = None
         self.frontend: GenerationFrontend | None = None
         self._runner: web.AppRunner | None = None
         self._grpc: GrpcServer | None = None
@@ -126,7 +127,7 @@ class Gateway:
         self.info: dict[str, object] = {}
 
     async def start(self) -> None:
-        """Starts everything; ports are bound and the attention worker is up at return.
+        """Starts everything; ports are bound and the attention workers are up at return.
 
         Raises:
             StartupError: Something cannot start. `stop` is to be called all the same.
@@ -239,7 +240,7 @@ class Gateway:
         if self._engine is not None:
             self._engine.map_changed()
 
-    def _make_attention(self, checkpoint: Checkpoint) -> AttentionClient:
+    def _make_attention(self, checkpoint: Checkpoint) -> AttentionGroup:
         settings = AttentionWorkerSettings(
             model=str(checkpoint.model_dir),
             dtype=self._settings.model.dtype,
@@ -248,8 +249,12 @@ class Gateway:
             engine=self._settings.engine,
             log=self._settings.log,
         )
-        return AttentionClient(
-            settings, checkpoint.fingerprint, incarnation(), on_observations=self._dispatch.add
+        return AttentionGroup(
+            settings,
+            self._settings.mesh.attention_workers,
+            checkpoint.fingerprint,
+            incarnation(),
+            on_observations=self._dispatch.add,
         )
 
     async def _serve(self, checkpoint: Checkpoint) -> None:
@@ -259,15 +264,19 @@ class Gateway:
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry, self._model_name(checkpoint))
         eos = {*checkpoint.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
-        self._engine = engine = Engine(
-            self.attention,
-            self._settings.engine,
-            asyncio.get_running_loop(),
-            tokenizer=tokenizer,
-            eos_token_ids=eos,
-            observer=metrics,
-            dispatch=self._dispatch.snapshot,
-        )
+        engines = [
+            Engine(
+                client,
+                self._settings.engine,
+                asyncio.get_running_loop(),
+                tokenizer=tokenizer,
+                eos_token_ids=eos,
+                observer=metrics,
+                name=f"engine-{index}",
+            )
+            for index, client in enumerate(self.attention)
+        ]
+        self._engine = engine = EnginePool(engines, self._dispatch.snapshot)
         engine.start()
         metrics.watch(engine.stats, self.mesh)
         model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
@@ -329,7 +338,7 @@ class Gateway:
             "http_port": port,
             "grpc_port": grpc_port,
             "model": frontend.model.name,
-            "attention_worker_pid": self.attention.pid if self.attention else None,
+            "attention_worker_pids": self.attention.pids if self.attention else [],
         }
 
     async def _stop_apis(self) -> None:

@@ -51,9 +51,10 @@ def our_threads() -> list[str]:
 
 def parts(gateway: server.Gateway) -> tuple[GenerationFrontend, AttentionClient]:
     """The parts of a started gateway that the tests talk to."""
-    frontend, attention = gateway.frontend, gateway.attention
+    frontend, group = gateway.frontend, gateway.attention
     assert frontend is not None
-    assert attention is not None
+    assert group is not None
+    (attention,) = group
     return frontend, attention
 
 
@@ -115,7 +116,7 @@ async def test_a_gateway_can_be_stopped_while_it_starts(models: Models) -> None:
     gateway = server.Gateway(settings(models.tiny(MIXTRAL)))
     stopping = asyncio.Event()
     starting = asyncio.create_task(server.start_unless(gateway, stopping))
-    await until(lambda: gateway.attention is not None and gateway.attention.pid is not None)
+    await until(lambda: gateway.attention is not None and bool(gateway.attention.pids))
     started_s = time.monotonic()
     stopping.set()
     assert not await asyncio.wait_for(starting, 5.0)

@@ -97,7 +97,7 @@ def test_text_that_is_not_json() -> None:
         (EngineSettings, {"step_timeout_s": float("inf")}, "step_timeout_s is inf"),
         (EngineSettings, {"kv_cache_tokens": 8}, "kv_cache_tokens is 8"),
         (MeshSettings, {"expert_workers": 0}, "expert_workers is 0"),
-        (MeshSettings, {"attention_workers": 2}, "attention_workers is 2; this version runs one"),
+        (MeshSettings, {"attention_workers": 0}, "attention_workers is 0, expected"),
         (MeshSettings, {"experts": "a:1,a:1"}, "names an address twice"),
         (MeshSettings, {"experts": "a:0"}, "experts has 'a:0', expected host:port"),
         (ExpertWorkerSettings, {"row_credits": 0}, "row_credits is 0"),

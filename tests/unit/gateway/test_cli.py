@@ -148,7 +148,7 @@ def test_binding_flags(served: Served) -> None:
         (["serve", "--port", "70000"], "port is 70000, expected a whole number from 0 to 65535"),
         (["serve", "--prot", "1"], "Unknown option: --prot. Did you mean --port?"),
         (["serve", "--dtype", "int8"], "dtype"),
-        (["serve", "--attention-workers", "2"], "attention_workers is 2; this version runs one"),
+        (["serve", "--attention-workers", "0"], "attention_workers is 0, expected"),
         (["serve", "--experts", "a"], "experts has 'a', expected host:port"),
         (["sevre"], 'Unknown command "sevre"'),
         (["model", "upcycle"], "requires an argument"),

@@ -1,0 +1,97 @@
+"""Which attention worker takes a request: the one that will be done with its prompt first.
+
+The cost of a place, in tokens to compute, is what is pending there, a share for each request that
+runs there, and the part of the prompt that its prefix cache lacks:
+
+    cost(e) = pending prompt tokens(e) + 16 * requests(e) + prompt tokens - known prefix(e)
+
+So requests with a common prefix meet where it is cached, until that place is busier than computing
+the prefix once more would take.
+
+Thread safety: the owner holds a lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gateway.block_hashes import BlockHashes
+
+_TOKENS_PER_REQUEST = 16
+"""What one running request costs others, as prompt tokens: it slows every step a little."""
+_MAX_PREFIXES = 65_536
+"""Blocks of prefixes that are remembered; those used longest ago are forgotten first."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request goes, and what it costs there."""
+
+    engine: int
+    num_tokens: int
+    """Prompt tokens to compute."""
+
+
+class RequestPlacement:
+    """Load and prefixes of several engines.
+
+    Args:
+        num_engines: How many; they are numbered from 0.
+        block_size: Tokens of a KV block.
+    """
+
+    def __init__(self, num_engines: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._pending_tokens = [0] * num_engines
+        self._num_requests = [0] * num_engines
+        self._engines_of: OrderedDict[bytes, set[int]] = OrderedDict()
+
+    def rank(
+        self, prompt_token_ids: Sequence[int], salt: str, usable: Collection[int]
+    ) -> list[Place]:
+        """The usable engines, best first."""
+        names = self._names(prompt_token_ids, salt)
+        num_tokens = len(prompt_token_ids)
+        places = [Place(engine, num_tokens - self._num_known(names, engine)) for engine in usable]
+        return sorted(places, key=self._cost)
+
+    def enter(self, place: Place, prompt_token_ids: Sequence[int], salt: str) -> None:
+        """A request went to a place: its prefix will be known there."""
+        self._pending_tokens[place.engine] += place.num_tokens
+        self._num_requests[place.engine] += 1
+        for name in self._names(prompt_token_ids, salt):
+            self._engines_of.setdefault(name, set()).add(place.engine)
+            self._engines_of.move_to_end(name)
+        while len(self._engines_of) > _MAX_PREFIXES:
+            self._engines_of.popitem(last=False)
+
+    def computed(self, place: Place) -> None:
+        """The prompt of a request was computed, or will not be any more."""
+        self._pending_tokens[place.engine] -= place.num_tokens
+
+    def leave(self, place: Place) -> None:
+        """A request ended."""
+        self._num_requests[place.engine] -= 1
+
+    def forget(self, engine: int) -> None:
+        """An engine lost its prefix cache."""
+        for engines in self._engines_of.values():
+            engines.discard(engine)
+
+    def _names(self, prompt_token_ids: Sequence[int], salt: str) -> list[bytes]:
+        num_full = (len(prompt_token_ids) - 1) // self._block_size
+        return BlockHashes(self._block_size, salt).first(prompt_token_ids, num_full)
+
+    def _num_known(self, names: Sequence[bytes], engine: int) -> int:
+        """Tokens of the leading blocks that an engine has seen."""
+        for index, name in enumerate(names):
+            if engine not in self._engines_of.get(name, ()):
+                return index * self._block_size
+        return len(names) * self._block_size
+
+    def _cost(self, place: Place) -> tuple[int, int]:
+        load = self._pending_tokens[place.engine]
+        load += _TOKENS_PER_REQUEST * self._num_requests[place.engine]
+        return load + place.num_tokens, place.engine
