@@ -168,6 +168,7 @@ class AttentionClient:
             description = connection.describe(DESCRIBE_TIMEOUT_S)
             self._check(description)
             connection.open()
+            logger.info("%s: %s", self._name, _capacity(description))
         except (PeerError, StartupError) as error:
             connection.close()
             raise StartupError(str(error)) from error
@@ -241,6 +242,15 @@ class AttentionClient:
     def _notify(self) -> None:
         for on_change in self._subscribers:
             on_change()
+
+
+def _capacity(description: pb.DescribeResponse) -> str:
+    tokens = description.num_kv_blocks * description.kv_block_size
+    size = description.num_kv_blocks * description.kv_block_bytes / 2**20
+    return (
+        f"KV cache for {tokens} tokens in {description.num_kv_blocks} blocks ({size:.0f} MiB), "
+        f"{description.num_request_slots} request slots, on {description.device}"
+    )
 
 
 def _private_folder() -> Path:

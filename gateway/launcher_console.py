@@ -123,6 +123,7 @@ class ReadyBlock:
     folder: str
     processes: dict[str, int]
     """Name to process id."""
+    kv_cache: str
     experts: str
 
     @classmethod
@@ -149,6 +150,7 @@ class ReadyBlock:
             model=settings.model.served_model_name or settings.model.model,
             folder=settings.model.model,
             processes=_processes(members),
+            kv_cache=_kv_cache(settings, info.get("kv_cache_tokens")),
             experts=_experts(settings, num_pairs, probe.num_uncovered),
         )
 
@@ -161,6 +163,7 @@ class ReadyBlock:
             ("metrics", f"{self.http_url}/metrics"),
             ("model", f"{self.model} ({self.folder})"),
             ("processes", processes),
+            ("KV cache", self.kv_cache),
             ("experts", self.experts),
         ]
 
@@ -206,6 +209,11 @@ def _processes(members: Sequence[Member]) -> dict[str, int]:
     for index, pid in enumerate(pids if isinstance(pids, list) else ()):
         processes[f"attention worker {index}"] = pid
     return processes
+
+
+def _kv_cache(settings: GatewaySettings, num_tokens: object) -> str:
+    count = settings.mesh.attention_workers
+    return f"{num_tokens} tokens" if count == 1 else f"{count} x {num_tokens} tokens"
 
 
 def _experts(settings: GatewaySettings, num_pairs: int, num_uncovered: int) -> str:

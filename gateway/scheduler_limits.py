@@ -22,9 +22,14 @@ class SchedulerLimits:
     """Longest sequence that the model takes, prompt and output together."""
 
     @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_kv_blocks * self.kv_block_size
+
+    @property
     def max_model_len(self) -> int:
         """Longest sequence that can be served: of the model and of the KV cache."""
-        return min(self.model_len, self.num_kv_blocks * self.kv_block_size)
+        return min(self.model_len, self.kv_cache_tokens)
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raises RequestError for a prompt that can never be served."""

@@ -339,6 +339,7 @@ class Gateway:
             "grpc_port": grpc_port,
             "model": frontend.model.name,
             "attention_worker_pids": self.attention.pids if self.attention else [],
+            "kv_cache_tokens": self._engine.limits.kv_cache_tokens if self._engine else 0,
         }
 
     async def _stop_apis(self) -> None:

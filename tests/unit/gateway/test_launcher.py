@@ -209,6 +209,7 @@ def test_ready_block(capsys: pytest.CaptureFixture[str]) -> None:
         model="demo",
         folder="/models/demo-granular",
         processes={"gateway": 10, "expert worker 0": 11, "attention worker": 12},
+        kv_cache="4096 tokens",
         experts="240/240 covered",
     )
 
@@ -221,6 +222,7 @@ def test_ready_block(capsys: pytest.CaptureFixture[str]) -> None:
         "metrics    http://127.0.0.1:8000/metrics",
         "model      demo (/models/demo-granular)",
         "processes  gateway 10, expert worker 0 11, attention worker 12",
+        "KV cache   4096 tokens",
         "experts    240/240 covered",
     ]
 
@@ -231,7 +233,9 @@ def test_ready_block_takes_no_markup_from_paths(
     """On a terminal too, brackets in the name of a folder are shown as they are."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "120")
-    print_ready_block(ReadyBlock("http://h:1", "h:2", "m", "/models/[bold]x[/]", {}, "1/1 covered"))
+    print_ready_block(
+        ReadyBlock("http://h:1", "h:2", "m", "/models/[bold]x[/]", {}, "9 tokens", "1/1 covered")
+    )
 
     assert "m (/models/[bold]x[/])" in capsys.readouterr().out
 
