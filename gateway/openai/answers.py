@@ -31,6 +31,8 @@ class AnswerOptions:
     """Log probabilities of the prompt's tokens."""
     routed_experts_from: int | None = None
     """First token whose experts are returned; None: no experts."""
+    skip_special_tokens: bool = True
+    """Special tokens are not part of the text."""
     echo: bool = False
     """The text begins with the prompt."""
     prompt_only: bool = False

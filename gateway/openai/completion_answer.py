@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gateway.openai.answers import Answer, AnswerOptions
-from gateway.openai.logprobs import Json, completion_logprobs, prompt_logprobs
+from gateway.openai.logprobs import Json, TextOffsets, completion_logprobs, prompt_logprobs
 from gateway.openai.prompts import TextPrompt
 from gateway.sequence import FinishReason, RequestOutput, TokenLogprobs
 from gateway.service import ServedModel
@@ -34,7 +34,14 @@ class CompletionAnswer(Answer):
     ) -> None:
         super().__init__(answer_id, model, [prompt.token_ids for prompt in prompts], options)
         self._texts = [prompt.text for prompt in prompts]
-        self._offsets = [0] * self.num_choices
+        self._offsets = [self._output_offsets(index) for index in range(self.num_choices)]
+
+    def _output_offsets(self, index: int) -> TextOffsets:
+        return TextOffsets(
+            self.model.tokenizer,
+            start=len(self._texts[self.prompt_of(index)]) if self.options.echo else 0,
+            skip_special_tokens=self.options.skip_special_tokens,
+        )
 
     def _visible(self, output: RequestOutput) -> RequestOutput:
         """Without the one token that is generated though none was asked for."""
@@ -81,18 +88,25 @@ class CompletionAnswer(Answer):
     def _logprobs(self, index: int, output: RequestOutput, *, echo: bool) -> Json | None:
         if self.options.num_logprobs is None:
             return None
-        logprobs, self._offsets[index] = completion_logprobs(
-            self.model.tokenizer,
-            output.logprobs,
-            offset=self._offsets[index],
-            prompt=self._prompt_tokens(index, output) if echo else (),
-            as_ids=self.options.tokens_as_ids,
-        )
-        return logprobs
+        tokenizer = self.model.tokenizer
+        tokens: list[tuple[int, TokenLogprobs | None]] = []
+        offsets: list[int] = []
+        if echo:
+            tokens, offsets = self._prompt_tokens(self.prompt_of(index), output)
+        tokens += [(found.token_id, found) for found in output.logprobs]
+        offsets += [self._offsets[index].next(found.token_id) for found in output.logprobs]
+        as_ids = self.options.tokens_as_ids
+        return completion_logprobs(tokenizer, tokens, offsets, as_ids=as_ids)
 
     def _prompt_tokens(
-        self, index: int, output: RequestOutput
-    ) -> list[tuple[int, TokenLogprobs | None]]:
-        token_ids = self.prompts[self.prompt_of(index)]
+        self, prompt: int, output: RequestOutput
+    ) -> tuple[list[tuple[int, TokenLogprobs | None]], list[int]]:
+        """Tokens of the prompt, and where they begin in the text."""
+        token_ids, text = self.prompts[prompt], self._texts[prompt]
         found = output.prompt_logprobs or (None,) * len(token_ids)
-        return list(zip(token_ids, found, strict=True))
+        tokenizer = self.model.tokenizer
+        # Those that the tokenizer added are not in the text, those that the client wrote are.
+        skip = tokenizer is not None and tokenizer.decode(token_ids, False) != text
+        offsets = TextOffsets(tokenizer, skip_special_tokens=skip)
+        starts = [min(offsets.next(token_id), len(text)) for token_id in token_ids]
+        return list(zip(token_ids, found, strict=True)), starts

@@ -89,6 +89,7 @@ class OpenAiHandlers:
         limit = OutputLimit(requested, _DEFAULT_COMPLETION_TOKENS, "max_tokens", "prompt")
         options = replace(
             answer_options(body, body.logprobs),
+            skip_special_tokens=body.skip_special_tokens is not False,
             echo=bool(body.echo),
             prompt_only=body.max_tokens == 0,
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
+from gateway.detokenizer import Detokenizer
 from gateway.sequence import TokenLogprobs
 from gateway.tokenizer import Tokenizer
 
@@ -45,39 +45,57 @@ def _record(
     }
 
 
+class TextOffsets:
+    """Where the tokens of one text begin in it.
+
+    A token that is only a part of a character begins where the character does, as far as that is
+    known; one that adds nothing to the text, where the next one does.
+
+    Args:
+        tokenizer: None: the text is empty.
+        start: Characters before the first token.
+        skip_special_tokens: Special tokens are not part of the text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, start: int = 0, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._end = start
+
+    def next(self, token_id: int) -> int:
+        """Offset of the next token."""
+        before = self._end
+        self._end += len(self._detokenizer.push(token_id).text)
+        own = 0 if self._tokenizer is None else len(self._tokenizer.token_text(token_id))
+        return max(before, self._end - own)
+
+
 def completion_logprobs(
     tokenizer: Tokenizer | None,
-    tokens: Sequence[TokenLogprobs],
+    tokens: Sequence[tuple[int, TokenLogprobs | None]],
+    offsets: Sequence[int],
     *,
-    offset: int,
-    prompt: Sequence[tuple[int, TokenLogprobs | None]] = (),
     as_ids: bool = False,
-) -> tuple[Json, int]:
+) -> Json:
     """`logprobs` of a text choice: parallel arrays.
 
     Args:
         tokenizer: For the spelling.
-        tokens: Generated tokens.
-        offset: Characters before the first token.
-        prompt: Tokens of the prompt that come before, if it is part of the text; the first one has
-            no log probability.
+        tokens: Tokens of the text; the first one of a prompt has no log probability.
+        offsets: Where they begin in the text.
         as_ids: Tokens are spelled "token_id:N".
-
-    Returns:
-        The object, and the characters after the last token.
     """
     speller = None if as_ids else tokenizer
-    found = [*prompt, *((token.token_id, token) for token in tokens)]
-    spelled = [spell(speller, token_id, whole=True) for token_id, _ in found]
-    texts = [spell(tokenizer, token_id, whole=True) for token_id, _ in found]
-    ends = list(accumulate(map(len, texts), initial=offset))
-    logprobs: Json = {
-        "tokens": spelled,
-        "token_logprobs": [None if token is None else _finite(token.logprob) for _, token in found],
-        "top_logprobs": [_top(speller, token) for _, token in found],
-        "text_offset": ends[:-1],
+    return {
+        "tokens": [spell(speller, token_id, whole=True) for token_id, _ in tokens],
+        "token_logprobs": [
+            None if found is None else _finite(found.logprob) for _, found in tokens
+        ],
+        "top_logprobs": [_top(speller, found) for _, found in tokens],
+        "text_offset": list(offsets),
     }
-    return logprobs, ends[-1]
 
 
 def _top(speller: Tokenizer | None, token: TokenLogprobs | None) -> Json | None:
