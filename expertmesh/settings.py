@@ -143,8 +143,7 @@ class EngineSettings(Settings):
     max_num_seqs: int = 64
     """Requests that run at a time: request slots of the attention worker."""
     max_num_batched_tokens: int = 512
-    """Tokens of one step. A longer prompt is computed in chunks, so that it delays others' next
-    token by one such step at most."""
+    """Tokens of one step; a longer prompt is computed in chunks, each in a step with others."""
     kv_block_size: int = 16
     """Tokens of one KV block."""
     kv_cache_tokens: int | None = None
@@ -153,6 +152,8 @@ class EngineSettings(Settings):
     """Share of the device's free memory for the KV cache, where `kv_cache_tokens` is not given."""
     prefix_caching: bool = True
     """KV blocks of earlier requests are used again for prompts that begin alike."""
+    async_scheduling: bool = True
+    """The next step is sent while one is computed; never done with speculative tokens."""
     long_prefill_tokens: int | None = None
     """Most prompt tokens of one request in a step while others have work; by default half of
     `max_num_batched_tokens`."""
@@ -194,14 +195,13 @@ class EngineSettings(Settings):
         _check_float("kv_memory_fraction", self.kv_memory_fraction, 0.001, 0.95)
         if self.long_prefill_tokens is not None:
             _check_int("long_prefill_tokens", self.long_prefill_tokens, 1, 2**20)
-        _check_float("priority_step_s", self.priority_step_s, 0.0, 86_400.0)
         _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, 64)
         _check_int("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
         _check_int("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
         _check_float("request_timeout_s", self.request_timeout_s, 0.01, 864_000.0)
         _check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0, 2**20)
         _check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**32)
-        for name in ("experts_hold_s", "drain_grace_s"):
+        for name in ("priority_step_s", "experts_hold_s", "drain_grace_s"):
             _check_float(name, getattr(self, name), 0.0, 86_400.0)
         for name in ("expert_call_timeout_s", "step_timeout_s", "startup_timeout_s"):
             _check_float(name, getattr(self, name), 0.01, 86_400.0)

@@ -25,4 +25,5 @@ class AttentionPort(Protocol):
         """The result of the oldest step sent. Raises PeerError if it is lost or the time is up."""
 
     def restart(self, reason: str) -> None:
-        """Ends it and starts a new one, in the background; it is down until that is ready."""
+        """Ends it and starts a new one, in the background; it is down until that is ready. Has no
+        effect while that goes on already."""

@@ -7,9 +7,9 @@ the gateway. Owner of scheduler, block tables and output streams: the engine thr
 reach it through the inbox only; outputs go to the event loop, in one call per turn. The thread
 blocks on the inbox while there is nothing to do.
 
-What can go wrong, and who notices: an abandoned step (experts missing) is scheduled again on a
-newer expert map, and ends its requests after the hold time; a failed step ends the requests in it;
-a lost or hung attention worker is restarted, and its requests are computed again from their tokens.
+What can go wrong: an abandoned step (experts missing) is scheduled again on a newer expert map, and
+ends its requests after the hold time; a failed step ends the requests in it; a lost or hung
+attention worker is restarted, and its requests are computed again from their tokens.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ MAX_FAILURES = 3
 """Failed steps in a row after which the attention worker is restarted."""
 MAX_LOSSES = 3
 """Lives of an attention worker that a request may have been part of the end of."""
-_STEPS_IN_FLIGHT = 2
-"""One that is computed and one that waits for it."""
 
 
 class Engine:
@@ -97,7 +95,7 @@ class Engine:
         self._policy = SchedulerPolicy.of(settings)
         self._scheduler = Scheduler(limits, self._policy)
         # Drafts are for the token after the last one, which must be known when they are scheduled.
-        depth = 1 if settings.num_speculative_tokens else _STEPS_IN_FLIGHT
+        depth = 2 if settings.async_scheduling and not settings.num_speculative_tokens else 1
         self._pipeline = StepPipeline(attention, depth, settings.step_timeout_s, eos_token_ids)
         self._outputs = OutputDesk(loop, tokenizer, eos_token_ids, self._observer)
         self._deadlines = Deadlines(settings.request_timeout_s)
@@ -143,11 +141,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Load after the last turn; waiting includes requests not yet taken."""
-        return dataclasses.replace(
-            self._stats,
-            num_waiting=self._inbox.num_waiting,
-            alive=self._thread.is_alive(),
-        )
+        num_waiting, alive = self._inbox.num_waiting, self._thread.is_alive()
+        return dataclasses.replace(self._stats, num_waiting=num_waiting, alive=alive)
 
     @property
     def ready(self) -> bool:
@@ -241,10 +236,8 @@ class Engine:
         for request_id in self._deadlines.overdue(now_s):
             state = self._scheduler.get(request_id)
             if state is not None:
-                waited_s = now_s - state.request.arrival_s
-                self._end(
-                    [state], DeadlineError(f"the request was not done after {waited_s:.1f} s")
-                )
+                after_s = now_s - state.request.arrival_s
+                self._end([state], DeadlineError(f"the request was not done after {after_s:.1f} s"))
 
     def _send_steps(self, now_s: float) -> None:
         """Keeps the attention worker busy: the next step is there when it is done with one."""
@@ -252,9 +245,7 @@ class Engine:
             held = self._hold.active and bool(self._scheduler.running)
             step = self._scheduler.schedule(admit=not held)
             if step is None:
-                assert self._pipeline.busy, (
-                    f"nothing scheduled of {len(self._scheduler.states)} requests"
-                )
+                assert self._pipeline.busy, f"no step for {len(self._scheduler.states)} requests"
                 return
             self._tell_scheduled(step)
             self._pipeline.send(step)
@@ -300,6 +291,8 @@ class Engine:
         for slot in due & tokens.keys():
             if self._outputs.push(current[slot], tokens[slot], self._limits.max_model_len):
                 self._forget(current[slot])
+        for slot in current.keys() & set(response.nonfinite_slots):
+            self._scheduler.distrust(current[slot])
         errors = slot_errors(response)
         for slot in errors.keys() & current.keys():
             self._end([current[slot]], errors[slot])
@@ -340,17 +333,22 @@ class Engine:
         if self._down_since_s is None:
             if limits is None:
                 self._lose_attention("attention worker ended")
-        elif limits is not None:
-            self._limits = limits
-            self.num_lives += 1
-            error = EngineError("the attention worker came back with less room")
-            self._end(self._scheduler.reset(limits), error)
-            down_s = time.monotonic() - self._down_since_s
-            self._down_since_s = None
-            waiting = len(self._scheduler.waiting)
-            logger.info("attention worker is back after %.1f s; %d requests", down_s, waiting)
-        elif time.monotonic() - self._down_since_s >= ATTENTION_HOLD_S:
+            return
+        down_s = time.monotonic() - self._down_since_s
+        if limits is not None:
+            return self._welcome_attention(limits, down_s)
+        self._attention.restart("attention worker ended")  # it may have ended again unnoticed
+        if down_s >= ATTENTION_HOLD_S:
             self._end(self._scheduler.states, EngineError("the attention worker is down"))
+
+    def _welcome_attention(self, limits: SchedulerLimits, down_s: float) -> None:
+        self._limits = limits
+        self.num_lives += 1
+        lost = self._scheduler.reset(limits)
+        self._end(lost, EngineError("the attention worker came back with less room"))
+        self._down_since_s = None
+        waiting = len(self._scheduler.waiting)
+        logger.info("attention worker is back after %.1f s; %d requests", down_s, waiting)
 
     def _lose_attention(self, reason: str) -> None:
         """The running requests wait and will be computed again, except those that may be why."""

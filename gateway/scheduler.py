@@ -169,6 +169,10 @@ class Scheduler:
                 entry.state.num_computed = entry.start
                 entry.state.num_placeholders -= entry.sample
 
+    def distrust(self, state: RequestState) -> None:
+        """Lets nobody find what a running request computed or found: it may be damaged."""
+        self.blocks.forget_contents(state.request_id)
+
     def finish(self, request_id: str) -> RequestState | None:
         """Forgets a request and frees what it holds; None if it is unknown."""
         state = self._states.pop(request_id, None)

@@ -180,6 +180,7 @@ class ScriptedPort:
         self.restarts: list[str] = []
         self.token_of = next_token
         self.auto_restart = True
+        self._restarting = False
         self._num_answered = 0
         self._limits: SchedulerLimits | None = limits
         self._missing: tuple[tuple[int, int], ...] = ()
@@ -215,11 +216,17 @@ class ScriptedPort:
         self._limits = None
         self._on_change()
 
+    def come_and_go(self) -> None:
+        """A restart is over, but the new attention worker has ended already."""
+        self._restarting = False
+        self._on_change()
+
     def revive(self, limits: SchedulerLimits) -> None:
         """A new attention worker is up; it knows nothing."""
         self.worker = StrictAttention(limits)
         self._num_answered = len(self.steps)
         self._limits = limits
+        self._restarting = False
         self._on_change()
 
     def limits(self) -> SchedulerLimits | None:
@@ -257,6 +264,9 @@ class ScriptedPort:
         return self._done(step)
 
     def restart(self, reason: str) -> None:
+        if self._restarting:
+            return
+        self._restarting = True
         self._limits = None
         self.restarts.append(reason)
         if self.auto_restart:

@@ -25,7 +25,7 @@ from gateway.sequence import (
     RequestOutput,
     SamplingParams,
 )
-from tests.support.engine_bench import IDLE, LIMITS, Bench, running
+from tests.support.engine_bench import IDLE, LIMITS, Bench, running, wait_for
 from tests.support.strict_attention import continuation, next_token
 
 
@@ -129,6 +129,19 @@ async def test_nonfinite_logits_end_only_their_request(bench: Bench) -> None:
     assert other.token_ids == continuation(range(4), 4)
 
 
+async def test_nobody_reuses_what_a_request_without_finite_logits_computed(bench: Bench) -> None:
+    """Its keys and values may be as bad: a request that begins alike computes its own."""
+    bench.port.gate.clear()
+    bench.port.spoil(0)
+    spoiled = bench.ask("spoiled", range(8))
+    bench.port.gate.set()
+    assert (await spoiled.end()).finish_reason is FinishReason.ERROR
+    answer = bench.ask("again", range(8))
+    assert (await answer.end()).num_cached_tokens == 0
+    assert answer.token_ids == continuation(range(8), 4)
+    assert (await bench.ask("third", range(8)).end()).num_cached_tokens == 4
+
+
 async def test_requests_outlive_their_attention_worker(bench: Bench) -> None:
     """Running requests are computed again by the next life, waiting ones for the first time: all
     get the tokens that they would have got."""
@@ -168,6 +181,18 @@ async def test_the_death_of_an_idle_attention_worker_is_noticed(bench: Bench) ->
     assert bench.port.restarts == ["attention worker ended"]
     with pytest.raises(OverloadedError, match="restarting"):
         bench.ask("a", [1])
+    bench.port.revive(LIMITS)
+    await bench.until_ready(True)
+    assert (await bench.ask("a", [1]).end()).finish_reason is FinishReason.LENGTH
+
+
+async def test_an_attention_worker_that_ends_before_it_is_used_is_restarted(bench: Bench) -> None:
+    """It comes up and ends before the engine looks: another one is started all the same."""
+    bench.port.auto_restart = False
+    bench.port.die()
+    await bench.until_ready(False)
+    bench.port.come_and_go()
+    await asyncio.to_thread(wait_for, lambda: len(bench.port.restarts) == 2)
     bench.port.revive(LIMITS)
     await bench.until_ready(True)
     assert (await bench.ask("a", [1]).end()).finish_reason is FinishReason.LENGTH
