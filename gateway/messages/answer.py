@@ -25,8 +25,9 @@ class _Block:
     def begun(self) -> Json:
         """The block before anything is in it."""
         if self.call_id:
-            return {"type": "tool_use", "id": self.call_id, "name": self.name, "input": {}}
-        return {"type": "text", "text": ""}
+            block = {"type": "tool_use", "id": self.call_id, "name": self.name, "input": {}}
+            return {**block, "caller": {"type": "direct"}}
+        return {"type": "text", "text": "", "citations": None}
 
     def shown(self) -> Json:
         """The whole block."""
@@ -66,7 +67,7 @@ class MessagesAnswer:
         self._num_generated = 0
         self._num_cached = 0
         self._started = False
-        self._stop: Json = {"stop_reason": None, "stop_sequence": None}
+        self._stop = _stop_fields(None)
 
     def push(self, output: RequestOutput) -> list[Json]:
         """What a step adds."""
@@ -145,7 +146,12 @@ class MessagesAnswer:
             "model": self._call.model.name,
             "content": [block.shown() for block in self._blocks],
             **self._stop,
-            "usage": self._usage(),
+            "usage": {
+                **self._usage(),
+                "cache_creation": None,
+                "inference_geo": None,
+                "service_tier": "standard",
+            },
         }
 
     def _usage(self) -> Json:
@@ -155,6 +161,8 @@ class MessagesAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self._num_cached,
             "output_tokens": self._num_generated,
+            "output_tokens_details": {"thinking_tokens": 0},
+            "server_tool_use": None,
         }
 
 
@@ -164,9 +172,18 @@ def _tool_use_id(call_id: str) -> str:
 
 def _stop(output: RequestOutput, *, calls: bool) -> Json:
     if output.finish_reason is FinishReason.LENGTH:
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return _stop_fields("max_tokens")
     if calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
+        return _stop_fields("tool_use")
     if isinstance(output.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        return _stop_fields("stop_sequence", output.stop_reason)
+    return _stop_fields("end_turn")
+
+
+def _stop_fields(reason: str | None, sequence: str | None = None) -> Json:
+    return {
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "stop_details": None,
+        "container": None,
+    }

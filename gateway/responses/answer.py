@@ -191,7 +191,6 @@ class ResponseAnswer:
     def _echoed(self) -> Json:
         """What the client asked for, with defaults."""
         request, chat = self._request, self._call.body
-        text_format = request.text.format if request.text is not None else None
         return {
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
@@ -205,8 +204,8 @@ class ResponseAnswer:
             "presence_penalty": chat.presence_penalty or 0.0,
             "frequency_penalty": chat.frequency_penalty or 0.0,
             "text": {
-                "format": text_format or {"type": "text"},
-                "verbosity": request.text.verbosity if request.text is not None else None,
+                "format": _format_shown(request.text.format if request.text else None),
+                "verbosity": (request.text.verbosity if request.text else None) or "medium",
             },
             "tools": _tools_shown(self._request.tools),
             "tool_choice": request.tool_choice or "auto",
@@ -222,6 +221,14 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + self._num_generated,
         }
+
+
+def _format_shown(wanted: object) -> Json:
+    if not isinstance(wanted, dict):
+        return {"type": "text"}
+    if wanted["type"] == "json_schema":
+        return {"description": None, **wanted, "strict": wanted.get("strict") is not False}
+    return wanted
 
 
 def _tools_shown(tools: object) -> list[Json]:

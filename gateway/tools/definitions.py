@@ -175,7 +175,7 @@ def _choice(value: object, tools: Sequence[Tool]) -> tuple[Choice, str | None]:
     if value in (Choice.NONE, Choice.AUTO, Choice.REQUIRED) and isinstance(value, str):
         choice = Choice(value)
         if choice is Choice.REQUIRED and not tools:
-            raise RequestError("tool_choice is required, but there are no tools", param="tools")
+            raise RequestError("tool_choice is required without tools", param="tool_choice")
         return (choice if tools else Choice.NONE), None
     if not isinstance(value, dict) or value.get("type") != "function":
         raise RequestError(

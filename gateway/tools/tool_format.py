@@ -74,11 +74,22 @@ class ToolFormat:
         """Messages and tools for the chat template."""
         definitions = [tool.definition() for tool in tools]
         if self.is_native:
-            return list(messages), definitions or None
+            return self._liked(list(messages), definitions or None), definitions or None
         plain = _without_tool_messages(messages)
         if definitions:
             plain = self._described(plain, definitions)
         return plain, None
+
+    def _liked(
+        self, messages: list[Message], definitions: list[dict[str, Any]] | None
+    ) -> list[Message]:
+        """The messages in a form that the chat template takes: some want one call at a time."""
+        if self._template is None or all(len(_calls_of(message)) < 2 for message in messages):
+            return messages
+        if self._template.try_render(messages, definitions) is not None:
+            return messages
+        single = _one_by_one(messages)
+        return messages if self._template.try_render(single, definitions) is None else single
 
     @cached_property
     def _reader_type(self) -> ReaderType:
@@ -158,6 +169,33 @@ def _description(definitions: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _calls_of(message: Message) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = message.get("tool_calls", [])
+    return calls
+
+
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which each call is followed by its own result."""
+    results = {
+        message["tool_call_id"]: message for message in messages if message["role"] == "tool"
+    }
+    placed: set[str] = set()
+    single: list[Message] = []
+    for message in messages:
+        calls = _calls_of(message)
+        if len(calls) < 2:
+            if message.get("tool_call_id") not in placed:
+                single.append(message)
+            continue
+        for index, call in enumerate(calls):
+            content = message["content"] if index == 0 else ""
+            single.append({**message, "content": content, "tool_calls": [call]})
+            if call["id"] in results:
+                single.append(results[call["id"]])
+                placed.add(call["id"])
+    return single
+
+
 def _without_tool_messages(messages: Sequence[Message]) -> list[Message]:
     """Calls and results as text; results that follow each other share a message of the user."""
     plain: list[Message] = []
@@ -176,7 +214,7 @@ def _plain(message: Message) -> Message:
     role, content = message["role"], message["content"]
     if role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    calls = message.get("tool_calls") or ()
+    calls = _calls_of(message)
     lines = [content] if content else []
     lines += [_call_text(call["function"]) for call in calls]
     return {"role": role, "content": "\n".join(lines)} if calls else message

@@ -197,7 +197,8 @@ def test_anthropic(claude: anthropic.Anthropic) -> None:
         assert "".join(stream.text_stream) == ANSWER
         assert stream.get_final_message().usage.output_tokens == answer.usage.output_tokens
     counted = claude.messages.count_tokens(**fields)
-    assert counted.input_tokens == answer.usage.input_tokens
+    cached = answer.usage.cache_read_input_tokens or 0
+    assert counted.input_tokens == answer.usage.input_tokens + cached
 
 
 def test_anthropic_tools(claude: anthropic.Anthropic) -> None:

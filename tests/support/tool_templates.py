@@ -28,7 +28,9 @@ LLAMA = (
     'Answer {"name": function name, "parameters": dictionary}{% endif %}'
     "{% for message in messages %}"
     "{% if message.role == 'tool' %}[ipython]{{ message.content }}"
-    "{% elif message.tool_calls %}{{ message.tool_calls[0].function | tojson }}"
+    "{% elif message.tool_calls %}"
+    "{% if message.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    "{{ message.tool_calls[0].function | tojson }}"
     "{% else %}[{{ message.role }}]{{ message.content }}{% endif %}{% endfor %}"
 )
 XML = HERMES.replace("JSON", "<function=NAME>")
