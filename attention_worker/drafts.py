@@ -88,6 +88,8 @@ class NgramDrafter:
         self._forget(tokens.rows.slots_P, slots)
         self._learn(tokens)
         slots_N = tokens.rows.slots_P[tokens.num_emitted_P > 0]
+        if not slots_N.size:
+            return []
         lengths_N = slots.length_S[slots_N]
         room_N = slots.max_model_len - 1 - lengths_N  # the last draft is followed by a token
         wanted_N = np.minimum(self._num_worthwhile(slots_N), room_N)

@@ -28,7 +28,7 @@ from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.prompt_logprobs import prompt_logprobs
 from attention_worker.request_slots import RequestSlots
 from attention_worker.routed_experts import routing_recorder
-from attention_worker.sampler import choose_tokens
+from attention_worker.sampler import ChosenTokens, choose_tokens, no_tokens
 from attention_worker.step_deltas import MalformedStepError, StepDeltas
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -136,11 +136,16 @@ class ModelRunner:
         masks = self.grammars.start(batch.sample, self._slots)
         x_TH = self._forward(schedule, batch, calls)
         response = pb.StepResponse(
-            prompt_logprobs=prompt_logprobs(self.model, x_TH, schedule, batch, self._slots)
+            status=pb.StepResponse.STATUS_DONE,
+            prompt_logprobs=prompt_logprobs(self.model, x_TH, schedule, batch, self._slots),
         )
-        num_computed_S = self._sample_and_commit(schedule, batch, x_TH, masks, response)
+        tokens = self._sample(batch, x_TH, masks, response)
+        num_computed_S = schedule.num_tokens_S.copy()
+        num_computed_S[schedule.sample_S] -= tokens.num_rejected_P
         response.routed_experts.extend(calls.recorder.messages(num_computed_S))
-        response.status = pb.StepResponse.STATUS_DONE
+        self._slots.commit_computed(schedule.slots_S, num_computed_S)  # from here on it counts
+        tokens.commit(self._slots)
+        response.drafts.extend(self._drafter.propose(tokens, self._slots))
         return response
 
     def _expert_calls(self, step: pb.StepRequest, started_s: float) -> ExpertCalls:
@@ -158,29 +163,16 @@ class ModelRunner:
         with torch.inference_mode():
             return self.model.forward(batch, inputs, calls)
 
-    def _sample_and_commit(
-        self,
-        schedule: Schedule,
-        batch: Batch,
-        x_TH: Tensor,
-        masks: PendingMasks,
-        response: pb.StepResponse,
-    ) -> npt.NDArray[np.int64]:
-        """Samples; only the last lines change the state of requests.
-
-        Returns:
-            Tokens of each scheduled request that are computed for good, [S].
-        """
-        num_computed_S = schedule.num_tokens_S.copy()
-        if len(batch.sample):
-            logits_RV = self._sample_logits(batch, x_TH)
-            tokens = choose_tokens(logits_RV, batch.sample, self._slots, masks.result())
-            tokens.report(response, logits_RV, self._slots)
-            num_computed_S[schedule.sample_S] -= tokens.num_rejected_P
-            tokens.commit(self._slots)
-            response.drafts.extend(self._drafter.propose(tokens, self._slots))
-        self._slots.commit_computed(schedule.slots_S, num_computed_S)
-        return num_computed_S
+    def _sample(
+        self, batch: Batch, x_TH: Tensor, masks: PendingMasks, response: pb.StepResponse
+    ) -> ChosenTokens:
+        """Tokens of the sequences that are due one; the response tells them."""
+        if not len(batch.sample):
+            return no_tokens(batch.sample)
+        logits_RV = self._sample_logits(batch, x_TH)
+        tokens = choose_tokens(logits_RV, batch.sample, self._slots, masks.result())
+        tokens.report(response, logits_RV, self._slots)
+        return tokens
 
     def _sample_logits(self, batch: Batch, x_TH: Tensor) -> Tensor:
         """Logits to sample from, float32 [R, V], on the host."""

@@ -66,6 +66,12 @@ class ChosenTokens:
         )
 
 
+def no_tokens(rows: SampleRows) -> ChosenTokens:
+    """What is chosen where there are no rows."""
+    nothing = np.empty(0, np.int64)
+    return ChosenTokens(rows, nothing, nothing, np.empty(0, np.bool_), ())
+
+
 def choose_tokens(
     logits_RV: Tensor, rows: SampleRows, slots: RequestSlots, masks: GrammarMasks
 ) -> ChosenTokens:

@@ -1,0 +1,81 @@
+"""Speculative decoding through gateway, scheduler and attention worker: faster, and the same.
+
+The reference has no drafts and its experts on two expert workers; the other one has drafts and its
+experts inside. Prompts come again, so the prefix cache hands out blocks that held rejected drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.api import Api, Generated, Json
+from tests.support.mesh import Server, serve
+
+PROMPT = [7, 8, 9, 10, 11] * 9
+LENGTH = 48
+REQUESTS: dict[str, Json] = {
+    "greedy": {"allowed_token_ids": [7, 8, 9]},
+    "seeded": {"temperature": 0.8, "top_p": 0.9, "seed": 5, "allowed_token_ids": [7, 8, 9, 10]},
+    "penalties": {
+        "temperature": 0.5,
+        "seed": 6,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "logit_bias": {"7": 20, "8": 20, "9": 20},
+    },
+    "grammar": {
+        "temperature": 1,
+        "seed": 7,
+        "structured_outputs": {"regex": "((abc|abd), ){6}end"},
+        "ignore_eos": False,
+    },
+    "stop token": {"allowed_token_ids": [7, 8, 9], "stop_token_ids": [9], "min_tokens": 20},
+    "stop string": {"allowed_token_ids": [67, 68, 69], "temperature": 1, "seed": 8, "stop": "cab"},
+}
+
+
+@pytest.fixture(scope="module")
+def speculating(text_model: Path) -> Iterator[Server]:
+    """The same model with drafts, and so few KV blocks that requests are preempted."""
+    with serve(
+        text_model,
+        "--num-speculative-tokens", "6",
+        "--prompt-lookup-min", "1",
+        "--kv-cache-tokens", "512",
+        "--max-num-batched-tokens", "40",
+        "--max-model-len", "256",
+        expert_workers=0,
+    ) as server:  # fmt: skip
+        yield server
+
+
+def _ask(api: Api, name: str, length: int) -> Generated:
+    return api.complete(PROMPT[:length], LENGTH, **REQUESTS[name])
+
+
+def _all(api: Api) -> dict[tuple[str, int], Generated]:
+    """Every request with two prompts, all at once."""
+    cases = [(name, length) for length in (45, 38) for name in REQUESTS]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        answers = pool.map(lambda case: _ask(api, *case), cases)
+        return dict(zip(cases, answers, strict=True))
+
+
+def test_answers_are_those_without_drafts(text_server: Server, speculating: Server) -> None:
+    """Tokens, log probabilities, text and reason to end; alone, in company, and from the cache."""
+    expected = {
+        (name, length): _ask(text_server.api, name, length)
+        for length in (45, 38)
+        for name in REQUESTS
+    }
+    for case, answer in expected.items():
+        assert _ask(speculating.api, *case) == answer, case
+    assert _all(speculating.api) == expected
+    assert _all(speculating.api) == expected
+    ends = {name: answer.finish_reason for (name, _), answer in expected.items()}
+    assert ends["greedy"] == "length"
+    assert {ends[name] for name in ("grammar", "stop token", "stop string")} == {"stop"}
