@@ -45,9 +45,9 @@ def speculating(text_model: Path) -> Iterator[Server]:
         text_model,
         "--num-speculative-tokens", "6",
         "--prompt-lookup-min", "1",
-        "--kv-cache-tokens", "512",
+        "--kv-cache-tokens", "256",
         "--max-num-batched-tokens", "40",
-        "--max-model-len", "256",
+        "--max-model-len", "128",
         expert_workers=0,
     ) as server:  # fmt: skip
         yield server
@@ -79,3 +79,15 @@ def test_answers_are_those_without_drafts(text_server: Server, speculating: Serv
     ends = {name: answer.finish_reason for (name, _), answer in expected.items()}
     assert ends["greedy"] == "length"
     assert {ends[name] for name in ("grammar", "stop token", "stop string")} == {"stop"}
+
+
+def test_the_work_is_counted(speculating: Server) -> None:
+    """Drafts that were verified and accepted, prompt tokens found in the cache, preemptions."""
+    _all(speculating.api)
+    _all(speculating.api)
+    metrics = speculating.api.metrics()
+    verified = metrics["moe_spec_decode_num_draft_tokens_total"]
+    accepted = metrics["moe_spec_decode_num_accepted_tokens_total"]
+    assert 0 < accepted < verified
+    assert metrics["moe_prefix_cache_hits_total"] > 0
+    assert metrics["moe_num_preemptions_total"] > 0
