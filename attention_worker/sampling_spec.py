@@ -16,9 +16,10 @@ NOT_ASKED = -1
 """Number of log probabilities of a request that wants none."""
 MAX_LIST_LEN = 4096
 """Most biases, bad words and stop tokens of a request, each."""
-MAX_BAD_WORD_LEN = 1024
+MAX_BAD_WORD_LEN = 8192
 """Most tokens of a bad word."""
-MAX_GRAMMAR_BYTES = 2**20
+MAX_GRAMMAR_LEN = 2**23
+"""Most characters of a grammar."""
 
 
 def _no_ids() -> npt.NDArray[np.int64]:
@@ -83,9 +84,9 @@ def read_sampling(spec: pb.SamplingSpec, vocab_size: int) -> SlotSampling:
         ValueError: A value is out of range; names it.
     """
     _check_ranges(spec)
-    if len(spec.grammar) > MAX_GRAMMAR_BYTES:
+    if len(spec.grammar) > MAX_GRAMMAR_LEN:
         raise ValueError(
-            f"grammar has {len(spec.grammar)} characters, expected at most {MAX_GRAMMAR_BYTES}"
+            f"grammar has {len(spec.grammar)} characters, expected at most {MAX_GRAMMAR_LEN}"
         )
     bias_ids = _ids("logit_bias", [bias.token_id for bias in spec.logit_bias], vocab_size)
     bias_values = np.array([bias.bias for bias in spec.logit_bias], np.float32)
@@ -109,7 +110,7 @@ def read_sampling(spec: pb.SamplingSpec, vocab_size: int) -> SlotSampling:
         bad_words=_bad_words(spec, vocab_size),
         allowed_bits=token_bits(allowed, vocab_size) if allowed.size else None,
         min_tokens=spec.min_tokens,
-        stop_ids=np.unique(_ids("stop_token_ids", spec.stop_token_ids, vocab_size)),
+        stop_ids=_stop_ids(spec, vocab_size),
         grammar=spec.grammar,
     )
 
@@ -140,6 +141,12 @@ def _ids(
     if token_ids.size and token_ids.max() >= vocab_size:
         raise ValueError(f"{name} has token id {token_ids.max()}, expected 0 to {vocab_size - 1}")
     return token_ids
+
+
+def _stop_ids(spec: pb.SamplingSpec, vocab_size: int) -> npt.NDArray[np.int64]:
+    """Those that the model has: a tokenizer may name others, which never come."""
+    stop_ids = np.unique(_ids("stop_token_ids", spec.stop_token_ids, 2**32))
+    return stop_ids[stop_ids < vocab_size]
 
 
 def _bad_words(spec: pb.SamplingSpec, vocab_size: int) -> tuple[npt.NDArray[np.int64], ...]:

@@ -157,9 +157,9 @@ BAD_SPECS: list[tuple[pb.SamplingSpec, str]] = [
         pb.SamplingSpec(bad_words=[pb.TokenSequence(ids=[1])] * (MAX_LIST_LEN + 1)),
         "bad_words has 4097 entries, expected at most 4096",
     ),
-    (pb.SamplingSpec(stop_token_ids=[2**32 - 1]), "stop_token_ids has token id 4294967295"),
+    (pb.SamplingSpec(stop_token_ids=range(4097)), "stop_token_ids has 4097 entries"),
     (pb.SamplingSpec(num_prompt_logprobs=11), "num_prompt_logprobs is 11, expected at most 10"),
-    (pb.SamplingSpec(grammar="x" * (2**20 + 1)), "grammar has 1048577 characters"),
+    (pb.SamplingSpec(grammar="x" * (2**23 + 1)), "grammar has 8388609 characters"),
 ]
 
 
@@ -168,6 +168,12 @@ def test_bad_parameters_are_named(spec: pb.SamplingSpec, message: str) -> None:
     """Out of range, beyond the vocabulary of 10, or too long."""
     with pytest.raises(ValueError, match=message):
         read_sampling(spec, vocab_size=10)
+
+
+def test_stop_tokens_that_the_model_lacks_are_left_out() -> None:
+    """A tokenizer may have an end token beyond the model's vocabulary; it never comes."""
+    spec = pb.SamplingSpec(stop_token_ids=[2**32 - 1, 3, 10, 3])
+    assert read_sampling(spec, vocab_size=10).stop_ids.tolist() == [3]
 
 
 def test_what_is_not_said_changes_nothing() -> None:
