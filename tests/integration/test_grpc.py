@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -260,3 +264,72 @@ def test_buf_curl(text_server: Server) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "FINISH_REASON_LENGTH" in result.stdout
+
+
+def test_options_act_as_over_http(text_server: Server, stub: rpc.GenerationServiceStub) -> None:
+    """Sampling, stopping, log probabilities of the prompt and experts are those of HTTP."""
+    fields = {
+        "logit_bias": {"40": 5, "41": 5},
+        "allowed_token_ids": list(range(30, 60)),
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.2,
+        "min_p": 0.05,
+        "temperature": 0.8,
+        "seed": 11,
+    }
+    body = {
+        **fields,
+        "prompt": "The quick brown",
+        "max_tokens": 12,
+        "stop_token_ids": [44],
+        "prompt_logprobs": 1,
+        "return_routed_experts": True,
+        "return_token_ids": True,
+    }
+    (choice,) = text_server.api.post("/v1/completions", body).json["choices"]
+    sampling = {**fields, "logit_bias": {40: 5, 41: 5}}
+    request = pb.GenerateRequest(
+        prompt="The quick brown",
+        sampling=pb.SamplingOptions(**sampling),
+        stopping=pb.StoppingOptions(max_tokens=12, stop_token_ids=[44]),
+        response=pb.ResponseOptions(
+            num_prompt_logprobs=1, return_routed_experts=True, return_token_ids=True
+        ),
+    )
+    answers = list(stub.Generate(request, timeout=TIMEOUT_S))
+    ids = [token.token_id for answer in answers for token in answer.tokens]
+    assert ids == choice["token_ids"]
+    assert set(ids) <= {*range(30, 60)}
+    found = [token for answer in answers for token in answer.prompt_tokens]
+    assert [token.token_id for token in found] == [
+        *text_server.api.post("/tokenize", {"prompt": "The quick brown"}).json["tokens"]
+    ]
+    for token, records in zip(found[1:], choice["prompt_logprobs"][1:], strict=True):
+        assert token.logprob == pytest.approx(records[str(token.token_id)]["logprob"], abs=1e-6)
+    experts = answers[-1].routed_experts
+    grpc_TLK = np.frombuffer(experts.experts, "<u2").reshape(experts.shape)
+    http_TLK = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    assert grpc_TLK.shape[0] == len(found) + len(ids) - 1
+    assert np.array_equal(grpc_TLK, http_TLK)
+
+
+def test_structured_output(stub: rpc.GenerationServiceStub) -> None:
+    """The output matches what was asked for."""
+    request = pb.GenerateRequest(
+        prompt="x",
+        structured_output=pb.StructuredOutput(regex="[ab]{3}c"),
+        stopping=pb.StoppingOptions(max_tokens=32),
+    )
+    text = "".join(answer.text for answer in stub.Generate(request, timeout=TIMEOUT_S))
+    assert re.fullmatch("[ab]{3}c", text)
+
+
+def test_a_request_that_takes_too_long(text_server: Server) -> None:
+    """timeout_s ends it with 504, or within the stream if that has begun."""
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "timeout_s": 0.02}
+    answer = text_server.api.post("/v1/completions", body)
+    assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+    assert answer.headers["x-should-retry"] == "false"
+    *_, last = text_server.api.stream("/v1/completions", {**body, "timeout_s": 0.3})
+    assert last["error"]["code"] == "deadline_exceeded"
+    assert text_server.api.complete("x", 4).finish_reason == "length"
