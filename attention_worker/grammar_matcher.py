@@ -43,6 +43,7 @@ class GrammarMatcher:
     ) -> None:
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._check()
+        self._num_known = tokenizer.vocab_size
         self._num_words = -(-vocab_size // 32)
         self._eos_ids = frozenset(tokenizer.eos_tokens)
         ends = stop_ids.tolist() or sorted(self._eos_ids)
@@ -99,6 +100,8 @@ class GrammarMatcher:
         """Follows a draft until `take_back`; False if it ends the output or is not allowed."""
         if self._ended or token in self._ends or token in self._eos_ids:
             return False
+        if token >= self._num_known:  # to llguidance an error, unlike other tokens not allowed
+            return False
         taken = self._matcher.try_consume_tokens([token]) == 1
         self._num_drafts += taken
         return taken
@@ -114,4 +117,5 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(self._matcher.get_error()[:MAX_MESSAGE_LEN])
+            message, *_ = self._matcher.get_error().split("\n<state>")
+            raise GrammarError(message[:MAX_MESSAGE_LEN])

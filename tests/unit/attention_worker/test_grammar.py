@@ -14,6 +14,7 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
+from attention_worker.drafts import Speculation
 from attention_worker.model_runner import ModelRunner
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import ExpertUnavailableError
@@ -169,6 +170,24 @@ def test_tokens_beyond_the_tokenizer_are_not_chosen(tmp_path: Path, new_runner: 
     request = driver.submit(PROMPT, 6, _spec(grammar, logit_bias=bias))
     driver.run()
     assert re.fullmatch("[a-z]{4}", _text(model_dir, request))
+
+
+def test_drafts_beyond_the_tokenizer_do_no_harm(tmp_path: Path, new_runner: _Runners) -> None:
+    """A prompt may hold such tokens, so that lookup proposes them: they are just not allowed."""
+    model_dir = save_tiny(tmp_path / "model", replace(MIXTRAL_TEXT, vocab_size=340))
+    save_tokenizer(model_dir, 320)
+    letter = Tokenizer.from_file(str(model_dir / "tokenizer.json")).token_to_id("a")
+    speculation = Speculation(num_tokens=3, lookup_min=1)
+    driver = RunnerDriver(new_runner(model_dir, speculation=speculation))
+    grammar = LLMatcher.grammar_from_regex("a{9}")
+    request = driver.submit([letter, 330, letter, 331], 10, _spec(grammar))
+    verified = 0
+    while not request.finished:
+        response = driver.step()
+        assert not response.failures
+        verified += response.num_drafts_verified
+    assert request.output == [letter] * 9 + [EOS]
+    assert verified > 0
 
 
 def test_end_tokens_wait_for_the_grammar(text_model: Path, new_runner: _Runners) -> None:

@@ -207,6 +207,26 @@ def test_nothing_follows_a_stop_token_in_a_step(text_model: Path) -> None:
 
 
 @pytest.mark.usefixtures("always")
+def test_broken_logits_end_a_request_where_they_would_without_drafts(text_model: Path) -> None:
+    """After a draft whose embedding is NaN: what comes before it is emitted, then it is told."""
+    outputs = []
+    for speculation in (None, SPECULATION):
+        with _driver(text_model, speculation) as driver:
+            request = driver.submit(PROMPT, LENGTH, SPECS["seeded"])
+            for _ in range(6):
+                driver.step()
+            driver.runner.model.embed_VH[8] = float("nan")
+            while not (response := driver.step()).nonfinite_slots:
+                assert response.sampled
+            assert list(response.nonfinite_slots) == [request.slot]
+            assert not response.failures
+        outputs.append(request.output)
+    shorter, longer = sorted(outputs, key=len)
+    assert longer[: len(shorter)] == shorter
+    assert shorter[-1] == longer[-1] == 8
+
+
+@pytest.mark.usefixtures("always")
 def test_rejected_drafts_are_not_reported(text_model: Path) -> None:
     """Experts are those of the run without drafts, each position once."""
     spec = pb.SamplingSpec(return_routed_experts=True)
