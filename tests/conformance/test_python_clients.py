@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,22 +15,12 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
 from tests.support.api import Json
+from tests.support.demo_clients import ANSWER, ASKED, MODEL, QUESTION, TOOL, WEATHER, run
 from tests.support.mesh import Server, serve
 from tests.support.processes import ROOT
 
-MODEL = "demo"
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
-ASKED: Json = [{"role": "user", "content": QUESTION}]
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 GREEDY = {"temperature": 0}
 """Of Anthropic's API, but no longer of its client."""
-TOOL: Json = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
 
 
 class City(BaseModel):
@@ -243,27 +231,25 @@ def test_langchain_structured(chat_model: ChatOpenAI) -> None:
     assert call["args"]["city"] in ("Rome", "Paris")
 
 
-def _run(arguments: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("flags", [[], ["--no-stream"]])
 def test_llm_command(url: str, tmp_path: Path, flags: list[str]) -> None:
     """The command `llm`, with the model in its configuration file."""
     model = {"model_id": "mesh", "model_name": MODEL, "api_base": url}
     (tmp_path / "extra-openai-models.yaml").write_text(yaml.safe_dump([model]))
-    arguments = ["-m", "llm", "-m", "mesh", "-o", "temperature", "0", *flags, QUESTION]
+    command = [
+        sys.executable,
+        "-m",
+        "llm",
+        "-m",
+        "mesh",
+        "-o",
+        "temperature",
+        "0",
+        *flags,
+        QUESTION,
+    ]
     env = {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
-    assert _run(arguments, env).strip() == ANSWER
+    assert run(command, env=env).strip() == ANSWER
 
 
 _GRPC_CLIENT = f"""
@@ -289,8 +275,9 @@ def test_grpc_client(demo: Server, tmp_path: Path) -> None:
     """A client that has nothing of ours but the proto, from which it generates its code."""
     proto = "expertmesh/v1/generation_service.proto"
     out = [f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}"]
-    _run(["-m", "grpc_tools.protoc", "-I", str(ROOT / "proto"), *out, proto], {})
+    run([sys.executable, "-m", "grpc_tools.protoc", "-I", str(ROOT / "proto"), *out, proto])
     (tmp_path / "client.py").write_text(_GRPC_CLIENT)
     address = f"127.0.0.1:{demo.grpc_port}"
+    command = [sys.executable, str(tmp_path / "client.py"), address]
     env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
-    assert _run([str(tmp_path / "client.py"), address], env).strip() == ANSWER
+    assert run(command, env=env).strip() == ANSWER
