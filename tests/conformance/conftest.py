@@ -32,15 +32,3 @@ def eos_token_id() -> int:
     from tests.support.tiny_checkpoints import MIXTRAL_TEXT
 
     return MIXTRAL_TEXT.eos_token_id
-
-
-_PENDING = Path(__file__).with_name("pending.txt")
-"""Tests of what the server does not do yet."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what is pending."""
-    pending = set(_PENDING.read_text().split())
-    for item in items:
-        if item.nodeid.rpartition("/")[2].partition("[")[0] in pending:
-            item.add_marker(pytest.mark.skip("not served yet"))
