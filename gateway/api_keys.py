@@ -24,7 +24,7 @@ DIGESTS_VARIABLE = "EXPERTMESH_API_KEY_DIGESTS"
 _MIN_LEN = 8
 _MAX_KEYS = 10_000
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_KEY = re.compile(r"[\x21-\x7e]+")
+_KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 
 
 class ApiKeys:
@@ -99,7 +99,8 @@ def collect_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
     """
     listed = re.split(r"[\s,]+", os.environ.pop(KEYS_VARIABLE, ""))
     os.environ.pop("EXPERTMESH_API_KEY", None)  # came as a flag
-    sources = [("--api-key", given), (KEYS_VARIABLE, listed), (str(file), _lines(file))]
+    named = [key.strip() for entry in given for key in entry.split(",")]
+    sources = [("--api-key", named), (KEYS_VARIABLE, listed), (str(file), _lines(file))]
     keys: dict[str, None] = {}
     for source, found in sources:
         for key in filter(None, found):
@@ -127,5 +128,5 @@ def _check_key(key: str, source: str) -> None:
     if not _KEY.fullmatch(key) or len(key) < _MIN_LEN:
         raise SettingsError(
             f"{source} has an API key that cannot be used",
-            fix=f"a key has {_MIN_LEN} or more visible ASCII characters",
+            fix=f"a key has {_MIN_LEN} or more visible ASCII characters, none of them a comma",
         )

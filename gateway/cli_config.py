@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from cyclopts.argument import Argument
 
 _CONFIG = "--config"
+_SECRET = ("--api-key",)
+"""Flags whose values are in no message."""
 _MAX_BYTES = 1_048_576
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
@@ -80,7 +82,8 @@ def check_texts(app: App, commands: tuple[str, ...], arguments: ArgumentCollecti
         for token in argument.tokens:
             name = token.keyword or argument.name
             if not token.value.isascii() and token.value != _decodable(token.value):
-                raise SettingsError(f"{name} is {token.value!r}, expected text in UTF-8")
+                shown = "not shown" if argument.name in _SECRET else repr(token.value)
+                raise SettingsError(f"{name} is {shown}, expected text in UTF-8")
             if is_whole and not _WHOLE.fullmatch(token.value):
                 raise SettingsError(f"{name} is {token.value!r}, expected a whole number")
 

@@ -130,6 +130,39 @@ def test_binding_flags(served: Served) -> None:
     assert served.ask == "hi"
 
 
+def test_api_keys(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Flags, both variables, a file and the configuration name keys; none gets into settings."""
+    assert run_command(["serve"]) == 0
+    assert served.keys == ()
+    file = tmp_path / "keys"
+    file.write_text("key-of-file\n")
+    line = ["serve", "--api-key", "key-of-flag-1", "--api-key", "key-of-flag-2"]
+    monkeypatch.setenv("EXPERTMESH_API_KEYS", "key-of-list-1,key-of-list-2")
+    assert run_command([*line, "--api-key-file", str(file)]) == 0
+    flags = ("key-of-flag-1", "key-of-flag-2")
+    assert served.keys == (*flags, "key-of-list-1", "key-of-list-2", "key-of-file")
+    assert "key-of" not in served[-1].to_json()
+    monkeypatch.setenv("EXPERTMESH_API_KEY", "key-of-client")
+    assert run_command(["serve"]) == 0
+    assert served.keys == ("key-of-client",)
+    config = tmp_path / "mesh.yaml"
+    config.write_text("api-key: [key-of-yaml-1, key-of-yaml-2]\nrequire-model: true\n")
+    assert run_command(["serve", "--config", str(config)]) == 0
+    assert served.keys == ("key-of-yaml-1", "key-of-yaml-2")
+    assert served[-1].http.require_model
+
+
+@pytest.mark.parametrize("key", ["secret\udcff", "secret!", "sec ret secret"])
+def test_a_wrong_key_is_not_shown(
+    served: Served, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """The message names the flag and not the value."""
+    assert run_command(["serve", "--api-key", key]) == 2
+    shown = capsys.readouterr().err
+    assert "--api-key" in shown
+    assert "cret" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
