@@ -11,9 +11,9 @@ from gateway.openai.prompts import TokenIds, check_together, encode_chat, trunca
 from gateway.openai.schema import ChatRequest, parse_chat
 from gateway.option_checks import check_options
 from gateway.service import GenerationFrontend, ServedModel
-from gateway.structured.constraint import Constraint, parse_constraint
+from gateway.structured.constraint import Constraint, Kind, parse_constraint
 from gateway.structured.grammar import compile_constraint
-from gateway.tools.constraints import tool_constraint
+from gateway.tools.constraints import content_or_calls, tool_constraint
 from gateway.tools.definitions import Choice, ToolUse, parse_tool_use
 from gateway.tools.readers import Reader
 
@@ -48,7 +48,7 @@ async def prepare_chat(frontend: GenerationFrontend, fields: Mapping[str, object
     body = parse_chat(fields, model)
     check_options(body, model.bounds)
     tools = parse_tool_use(fields)
-    constraint = _constraint(fields, tools)
+    constraint = parse_constraint(fields)
     limit = _limit(body)
     truncation = truncation_of(body, model, limit.requested)
     prompt = await encode_chat(
@@ -61,7 +61,11 @@ async def prepare_chat(frontend: GenerationFrontend, fields: Mapping[str, object
     check_together([prompt], body.n or 1, frontend.limits.max_prompt_tokens, "messages")
     if tools.choice is Choice.AUTO and model.tool_format.needs_special_tokens:
         body.skip_special_tokens = False
-    grammar = await compile_constraint(frontend, constraint)
+    if constraint is not None and tools.choice is Choice.AUTO:
+        await compile_constraint(frontend, constraint)  # its own mistakes have its own name
+        constraint = _content_or_calls(model, tools, constraint)
+    # Calls that must be made come before a format of the content.
+    grammar = await compile_constraint(frontend, tool_constraint(tools) or constraint)
     return ChatCall(model, body, tools, prompt, limit, grammar)
 
 
@@ -75,13 +79,13 @@ def _limit(body: ChatRequest) -> OutputLimit:
     )
 
 
-def _constraint(fields: Mapping[str, object], tools: ToolUse) -> Constraint | None:
-    """What the output must match: calls that must be made come before a format of the content."""
-    constraint = parse_constraint(fields)
-    if constraint is not None and tools.choice is Choice.AUTO:
-        raise RequestError(
-            f"{constraint.param} and tools that the model may choose exclude each other; leave one "
-            "out, or let tool_choice be none, required or a tool",
-            param=constraint.param,
-        )
-    return tool_constraint(tools) or constraint
+def _content_or_calls(model: ServedModel, tools: ToolUse, content: Constraint) -> Constraint:
+    tags = model.tool_format.tags
+    if content.kind is Kind.JSON_SCHEMA and tags is not None:
+        return content_or_calls(tools, content, tags)
+    raise RequestError(
+        f"{content.param} and tools that the model may choose exclude each other here; leave one "
+        "out, or let tool_choice be none, required or a tool",
+        param=content.param,
+        code="unsupported_by_model" if tags is None else "invalid_value",
+    )

@@ -19,7 +19,6 @@ from gateway.tools.readers import (
     ArgumentsReader,
     HermesReader,
     LeadingReader,
-    LetterReader,
     MistralReader,
     PlainReader,
     Reader,
@@ -29,7 +28,7 @@ _PROBE = "probe7f31"
 _PROBE_TOOL = Tool(_PROBE, "", {"type": "object", "properties": {}})
 _PROBE_RESULT = "result7f31"
 
-ReaderType = Callable[[frozenset[str], EventWriter], LetterReader]
+ReaderType = type[HermesReader] | type[MistralReader] | type[LeadingReader]
 
 
 class ToolFormat:
@@ -52,10 +51,26 @@ class ToolFormat:
     @cached_property
     def needs_special_tokens(self) -> bool:
         """Special tokens mark calls, so they must be a part of the text."""
-        if not self.is_native or self._template is None:
-            return False
-        markers = (MistralReader.START, LeadingReader.TAG, HermesReader.START)
-        return any(marker in self._template.special_texts for marker in markers)
+        markers = {
+            HermesReader: HermesReader.START,
+            MistralReader: MistralReader.START,
+            LeadingReader: LeadingReader.TAG,
+        }
+        special = () if self._template is None else self._template.special_texts
+        return markers[self._reader_type] in special
+
+    @cached_property
+    def tags(self) -> tuple[str, str] | None:
+        """What stands before and behind a call, as parts of Lark rules.
+
+        None where a rule cannot tell calls and JSON content apart, or cannot name the marker: Lark
+        has special tokens of the form <...> alone.
+        """
+        if self._reader_type is not HermesReader:
+            return None
+        if self.needs_special_tokens:
+            return HermesReader.START, HermesReader.END
+        return json.dumps(HermesReader.START), json.dumps(HermesReader.END)
 
     def reader(self, use: ToolUse) -> Reader:
         """A reader for one answer."""

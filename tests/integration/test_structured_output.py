@@ -122,6 +122,19 @@ def test_tools_that_must_be_called(api: Api, way: dict[str, Any]) -> None:
         assert call["function"]["name"] == "drive.now"
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_format_beside_tools(api: Api, way: dict[str, Any]) -> None:
+    """The model chooses between content of the format and calls; both validate."""
+    choice = ask(api, tools=TOOLS[:1], parallel_tool_calls=False, **schema_format(Part), **way)
+    message = choice["message"]
+    if choice["finish_reason"] == "tool_calls":
+        (call,) = message["tool_calls"]
+        Part.model_validate_json(call["function"]["arguments"], strict=True)
+    else:
+        assert choice["finish_reason"] == "stop"
+        Part.model_validate_json(message["content"], strict=True)
+
+
 def test_several_calls(api: Api) -> None:
     """In parallel mode the output is at least one call, each of which is valid."""
     choice = ask(api, tools=TOOLS[:1], tool_choice="required", temperature=1, seed=5)

@@ -14,9 +14,11 @@ from llguidance import LLMatcher, LLTokenizer
 from expertmesh.errors import RequestError
 from gateway.openai.conversation import conversation_of
 from gateway.openai.schema import ChatMessage
+from gateway.structured.constraint import Constraint, parse_constraint
 from gateway.structured.grammar import make_grammar
-from gateway.tools.constraints import tool_constraint
+from gateway.tools.constraints import content_or_calls, tool_constraint
 from gateway.tools.definitions import ToolUse, parse_tool_use
+from gateway.tools.events import collect
 from gateway.tools.readers import HermesReader, LeadingReader, MistralReader
 from gateway.tools.tool_format import ToolFormat
 from tests.support.openai_calls import CHAT, events, post
@@ -216,6 +218,11 @@ def accepts(use: ToolUse, text: str) -> bool:
     """True if the grammar of tools that must be called allows a text."""
     constraint = tool_constraint(use)
     assert constraint is not None
+    return matches(constraint, text)
+
+
+def matches(constraint: Constraint, text: str) -> bool:
+    """True if the grammar of a constraint allows a text."""
     matcher = LLMatcher(VOCABULARY, make_grammar(constraint, TOKENIZER))
     assert not matcher.is_error(), matcher.get_error()
     ids = TOKENIZER.encode(text)
@@ -465,14 +472,51 @@ def test_arguments_that_are_no_json_stay_text() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == '{"a": '
 
 
-async def test_tools_and_a_format_exclude_each_other(
-    gateway: Gateway, session: aiohttp.ClientSession
-) -> None:
-    """What cannot be had together is refused by name."""
-    body = {**ASK, "response_format": {"type": "json_object"}}
-    status, answer = await post(session, gateway, CHAT, body)
-    assert (status, answer["error"]["param"]) == (400, "response_format")
-    assert (await post(session, gateway, CHAT, {**body, "tool_choice": "required"}))[0] == 200
+ANSWER = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize("template", [HERMES, PLAIN])
+def test_a_format_leaves_the_choice_of_tools(template: str) -> None:
+    """With a format and tools, the output is content of the format, or calls as the model writes
+    them; and calls are read as such."""
+    model = tool_model(template)
+    content = parse_constraint({"response_format": FORMAT})
+    tags = model.tool_format.tags
+    assert content is not None
+    assert tags is not None
+    call = '{"name": "get_weather", "arguments": {"town": "Köln"}}'
+    call = f"<tool_call>\n{call}\n</tool_call>"
+    calls = f"{call}\n{call}"
+    many, one = use_of(), use_of(parallel_tool_calls=False)
+    for use, good in ((many, [call, calls]), (one, [call])):
+        constraint = content_or_calls(use, content, tags)
+        assert matches(constraint, '{"ok": true}')
+        assert all(matches(constraint, text) for text in good)
+        for bad in ("hello", '{"ok": 1}', call.replace("Köln", "Bonn"), f'{call}{{"ok": true}}'):
+            assert not matches(constraint, bad)
+        for num, text in enumerate(good, start=1):
+            reader = model.tool_format.reader(use)
+            events = [*reader.push(text), *reader.finish()]
+            assert len(collect(events).calls) == num
+    assert not matches(content_or_calls(one, content, tags), calls)
+
+
+async def test_formats_that_exclude_tools(gateway: Gateway, session: aiohttp.ClientSession) -> None:
+    """What cannot be had together is refused by name; calls that must be made win."""
+    schema = {**ASK, "response_format": FORMAT}
+    assert (await post(session, gateway, CHAT, schema))[0] == 200
+    assert '"ok"' in gateway.engine.requests[-1].params.grammar
+    regex = {**ASK, "structured_outputs": {"regex": "a"}}
+    status, answer = await post(session, gateway, CHAT, regex)
+    assert (status, answer["error"]["param"]) == (400, "structured_outputs.regex")
+    status, _ = await post(session, gateway, CHAT, {**regex, "tool_choice": "required"})
+    assert status == 200
+    assert "get_weather" in gateway.engine.requests[-1].params.grammar
+    for template in (MISTRAL, LLAMA):
+        async with scripted_gateway(model=tool_model(template)) as other:
+            status, answer = await post(session, other, CHAT, schema)
+        assert (status, answer["error"]["code"]) == (400, "unsupported_by_model")
 
 
 @pytest.mark.parametrize("template", [HERMES, PLAIN])
