@@ -47,6 +47,8 @@ class RequestPlacement:
         self._pending_tokens = [0] * num_engines
         self._num_requests = [0] * num_engines
         self._engines_of: OrderedDict[bytes, set[int]] = OrderedDict()
+        # A single engine is the best one in any case: nothing is hashed or remembered.
+        self._names = self._block_names if num_engines > 1 else _no_names
 
     def rank(
         self, prompt_token_ids: Sequence[int], salt: str, usable: Collection[int]
@@ -80,7 +82,7 @@ class RequestPlacement:
         for engines in self._engines_of.values():
             engines.discard(engine)
 
-    def _names(self, prompt_token_ids: Sequence[int], salt: str) -> list[bytes]:
+    def _block_names(self, prompt_token_ids: Sequence[int], salt: str) -> list[bytes]:
         num_full = (len(prompt_token_ids) - 1) // self._block_size
         return BlockHashes(self._block_size, salt).first(prompt_token_ids, num_full)
 
@@ -95,3 +97,7 @@ class RequestPlacement:
         load = self._pending_tokens[place.engine]
         load += _TOKENS_PER_REQUEST * self._num_requests[place.engine]
         return load + place.num_tokens, place.engine
+
+
+def _no_names(prompt_token_ids: Sequence[int], salt: str) -> list[bytes]:
+    return []

@@ -74,8 +74,18 @@ def test_load_goes_back_to_nothing() -> None:
 
 def test_prefixes_are_bounded() -> None:
     """The oldest prefixes are forgotten, the latest is known."""
-    placement = RequestPlacement(1, 1)
+    placement = RequestPlacement(2, 1)
     for start in range(0, 3 * _MAX_PREFIXES, 5000):
         placement.enter(Place(0, 0), list(range(start, start + 5001)), "")
     assert placement.rank(list(range(start, start + 5001)), "", [0])[0].num_tokens == 1
     assert placement.rank(list(range(5001)), "", [0])[0].num_tokens == 5001
+
+
+def test_a_single_engine_takes_everything_and_costs_nothing() -> None:
+    """Without a choice no prefix is remembered, and the load is counted all the same."""
+    placement = RequestPlacement(1, BLOCK)
+    place = placement.rank(PREFIX, "", [0])[0]
+    placement.enter(place, PREFIX, "")
+    assert place == Place(0, len(PREFIX))
+    assert placement.rank(PREFIX, "", [0]) == [place]
+    assert not placement._engines_of

@@ -34,17 +34,22 @@ _STEMS = (tuple(range(5, 29)), tuple(range(40, 64)), (5, 6, 7, 8, 9, 10, 11, 12,
 _MOST_STEPS_TO_END = 4000
 
 limits_of_pools = st.builds(
-    SchedulerLimits,
-    num_kv_blocks=st.integers(6, 16),
-    kv_block_size=st.just(4),
-    num_request_slots=st.integers(1, 5),
-    max_step_tokens=st.integers(5, 24),
-    model_len=st.integers(24, 48),
+    lambda blocks, slots, spare: SchedulerLimits(
+        num_kv_blocks=blocks,
+        kv_block_size=4,
+        num_request_slots=slots,
+        max_step_tokens=slots + spare,
+        model_len=40,
+    ),
+    blocks=st.integers(6, 16),
+    slots=st.integers(1, 6),
+    spare=st.integers(0, 16),
 )
+"""Every request that runs has room in each step."""
 policies = st.builds(
     SchedulerPolicy,
     prefix_caching=st.sampled_from([True, True, False]),
-    long_prefill_tokens=st.sampled_from([None, 1, 3]),
+    long_prefill_tokens=st.sampled_from([None, 3, 16]),
     priority_step_s=st.just(10.0),
 )
 
@@ -74,8 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         stem=st.sampled_from(_STEMS),
-        num_stem=st.integers(1, 24),
-        tail=st.lists(st.integers(3, 90), max_size=6),
+        num_stem=st.integers(1, 20),
+        tail=st.lists(st.integers(3, 90), max_size=4),
         max_tokens=st.integers(1, 14),
         priority=st.sampled_from([0, 0, 0, -3, 2]),
         salt=st.sampled_from(["", "", "", "theirs"]),
@@ -125,10 +130,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def deliver(self) -> None:
         self._deliver()
 
-    @precondition(lambda self: self.flights)
+    @rule(num_turns=st.integers(1, 8))
+    def turns(self, num_turns: int) -> None:
+        """As when nothing happens."""
+        for _ in range(num_turns):
+            self._fill()
+            if self.flights:
+                self._deliver()
+
     @rule(fails=st.sampled_from([False, False, True]))
     def abandon(self, fails: bool) -> None:
         """Experts are missing, or the step fails; those behind it are skipped."""
+        self._fill()
+        if not self.flights:
+            return
         oldest = self.flights.popleft()
         self.worker.apply_deltas(oldest.message)
         for flight in reversed(self.flights):
@@ -153,9 +168,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._forget(state)
 
     @precondition(lambda self: self.scheduler.running)
-    @rule(num_blocks=st.integers(6, 16))
-    def lose(self, num_blocks: int) -> None:
+    @rule(num_blocks=st.integers(6, 16), really=st.sampled_from([False, False, True]))
+    def lose(self, num_blocks: int, really: bool) -> None:
         """The attention worker is lost; the next one has more room or less."""
+        if not really:
+            return
         self.flights.clear()
         self.scheduler.requeue()
         old = self.scheduler.limits
@@ -270,4 +287,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
