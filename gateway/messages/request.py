@@ -83,6 +83,8 @@ class ChatFields:
             *tools,
             ("stop", "stop_sequences"),
             ("tool_choice.function", "tool_choice"),
+            ("response_format.json_schema", "output_config.format"),
+            ("response_format", "output_config.format"),
         ]
 
 

@@ -5,6 +5,7 @@ The whole answer is what the events of a stream add up to, as both come from the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from gateway.openai.handlers import (
     check_not_aborted,
     collect_outputs,
     engine_prompts,
-    json_response,
 )
 from gateway.openai.logprobs import Json
 from gateway.sequence import RequestOutput
@@ -44,13 +44,21 @@ class TypedAnswer(Protocol):
         """The end of a stream that failed."""
 
 
+def encode_json(value: Json) -> bytes:
+    """JSON text of an answer that may repeat what a client sent, also integers of any size."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 class TypedEventStream(EventStream):
     """Server-sent events with names."""
 
     async def send(self, events: Iterable[Json]) -> None:
         """Sends events in one write. Raises as for every stream."""
         pieces = [
-            b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), orjson.dumps(event))
+            b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), encode_json(event))
             for event in events
         ]
         if pieces:
@@ -91,7 +99,8 @@ async def give_answer(
             return await _stream(request, frontend, answer, stream)
         (output,) = await collect_outputs(stream, 1)
         answer.push(output)
-        return json_response(answer.whole())
+        body = encode_json(answer.whole())
+        return web.Response(body=body, content_type="application/json")
 
 
 async def _stream(
