@@ -1,0 +1,144 @@
+"""Far more work than fits: everything ends, nothing leaks, and no token depends on the load.
+
+Requests of every kind come at once, some of whose clients go away, on a KV cache that holds a third
+of them at most. Each must be answered with just what it is answered with when it is alone, also if
+the attention worker is killed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.api import Api
+from tests.support.mesh import Server, serve
+from tests.support.mixed_load import (
+    MixedRequest,
+    Outcome,
+    ask_all,
+    ask_one_by_one,
+    check_equal,
+    client,
+    mixed_request,
+)
+from tests.support.processes import poll, processes_of
+
+NUM_QUICK, NUM_ALL = 48, 200
+SIZES = {NUM_QUICK: 640, NUM_ALL: 1600}
+"""Number of requests to tokens of the KV cache."""
+
+
+@pytest.fixture(
+    scope="module", params=[NUM_QUICK, pytest.param(NUM_ALL, marks=pytest.mark.slow)], ids=str
+)
+def requests(request: pytest.FixtureRequest) -> list[MixedRequest]:
+    """The load."""
+    return [mixed_request(number) for number in range(request.param)]
+
+
+@contextmanager
+def overloaded(model: Path, requests: Sequence[MixedRequest]) -> Iterator[Server]:
+    """A mesh with a KV cache that is too small."""
+    size = str(SIZES[len(requests)])
+    flags = ("--kv-cache-tokens", size, "--kv-block-size", "4", "--max-num-seqs", "48")
+    with serve(model, *flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(text_model: Path, requests: Sequence[MixedRequest]) -> Iterator[Server]:
+    """One that nobody kills."""
+    with overloaded(text_model, requests) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server, requests: Sequence[MixedRequest]) -> list[Outcome]:
+    """What each is answered when nothing else runs, without a prefix cache."""
+    return asyncio.run(_alone(server.api.port, requests))
+
+
+async def _alone(port: int, requests: Sequence[MixedRequest]) -> list[Outcome]:
+    async with client(port) as session:
+        return await ask_one_by_one(session, requests)
+
+
+async def _together(port: int, requests: Sequence[MixedRequest]) -> list[Outcome]:
+    async with client(port) as session:
+        return await ask_all(session, requests)
+
+
+def check_nothing_is_held(api: Api) -> None:
+    """Fails unless requests, blocks and slots are gone a moment after the last answer."""
+
+    def idle() -> bool:
+        metrics = api.metrics()
+        names = ("num_requests_running", "num_requests_waiting", "request_slots_used")
+        return not any(metrics[f"moe_{name}"] for name in (*names, "kv_blocks_used"))
+
+    poll(idle, timeout_s=10.0, what="nothing is held")
+
+
+def check_all(
+    outcomes: Sequence[Outcome], alone: Sequence[Outcome], requests: Sequence[MixedRequest]
+) -> None:
+    """Each has what it has when it is alone, as far as its client read it."""
+    for outcome, expected, request in zip(outcomes, alone, requests, strict=True):
+        check_equal(outcome, expected, request)
+
+
+def test_overload(server: Server, requests: list[MixedRequest], alone: list[Outcome]) -> None:
+    """All at once: preemptions and reuse of prefixes happen, and change nothing."""
+    before = server.api.metrics()
+    num_tokens = sum(
+        len(token_ids) for outcome in alone for token_ids, _, _ in outcome.choices.values()
+    )
+    assert num_tokens > SIZES[len(requests)], "the load fits: the test shows nothing"
+    outcomes = asyncio.run(_together(server.api.port, requests))
+    check_all(outcomes, alone, requests)
+    check_nothing_is_held(server.api)
+    after = server.api.metrics()
+    for name in ("num_preemptions_total", "prefix_cache_hits_total"):
+        assert after[f"moe_{name}"] > before[f"moe_{name}"], f"{name}: the test shows nothing"
+
+
+def test_loss_of_the_attention_worker(
+    text_model: Path, requests: list[MixedRequest], alone: list[Outcome]
+) -> None:
+    """kill -9 in the middle: clients see a pause, and the same tokens."""
+    with overloaded(text_model, requests) as server:
+        victim = _attention_worker(server)
+        outcomes = asyncio.run(_kill_meanwhile(server, victim, requests))
+        check_all(outcomes, alone, requests)
+        check_nothing_is_held(server.api)
+        assert _attention_worker(server).pid != victim.pid
+
+
+async def _kill_meanwhile(
+    server: Server, victim: psutil.Process, requests: Sequence[MixedRequest]
+) -> list[Outcome]:
+    load = asyncio.create_task(_together(server.api.port, requests))
+    await asyncio.to_thread(
+        poll, lambda: _num_running(server.api) > 8, timeout_s=20.0, what="requests run"
+    )
+    victim.kill()
+    return await load
+
+
+def _num_running(api: Api) -> float:
+    return api.metrics()["moe_num_requests_running"]
+
+
+def _attention_worker(server: Server) -> psutil.Process:
+    found = [
+        process
+        for process in processes_of(server.process.marker)
+        if "attention_worker" in process.cmdline()
+    ]
+    assert len(found) == 1
+    return found[0]
