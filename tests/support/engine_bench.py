@@ -101,13 +101,29 @@ class Bench:
     observer: Recorder
 
     def ask(
-        self, name: str, prompt: Sequence[int], max_tokens: int = 4, *, ignore_eos: bool = False
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        ignore_eos: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> Answer:
         """Submits a greedy request."""
         answer = Answer()
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos)
+        now_s = time.monotonic()
         self.engine.submit(
-            GenerationRequest(name, tuple(prompt), params, answer.sink, time.monotonic())
+            GenerationRequest(
+                name,
+                tuple(prompt),
+                params,
+                answer.sink,
+                now_s,
+                priority=priority,
+                deadline_s=None if timeout_s is None else now_s + timeout_s,
+            )
         )
         return answer
 
@@ -117,7 +133,8 @@ class Bench:
 
     def load(self) -> EngineStats:
         """Load without the counters of what happened."""
-        return replace(self.engine.stats(), num_prefix_queried=0, num_prefix_hit=0)
+        stats = self.engine.stats()
+        return replace(stats, num_preemptions=0, num_prefix_queried=0, num_prefix_hit=0)
 
     async def until_ready(self, expected: bool) -> None:
         """Waits until the engine is ready, or is not."""
