@@ -168,7 +168,10 @@ class ScriptedPort:
     """An `AttentionPort` to a `StrictAttention`, whose outcomes a test decides."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self.worker = StrictAttention(limits)
+        self.num_drafts_of: Callable[[Sequence[int]], int] = lambda token_ids: 0
+        """See `StrictAttention`; for each life."""
+        self.drafts_hold: Callable[[Sequence[int]], int] = lambda token_ids: 0
+        self.worker = self._new_worker(limits)
         self.initial_limits = limits
         self.gate = threading.Event()
         """Clear it to keep the engine waiting for a result."""
@@ -223,7 +226,7 @@ class ScriptedPort:
 
     def revive(self, limits: SchedulerLimits) -> None:
         """A new attention worker is up; it knows nothing."""
-        self.worker = StrictAttention(limits)
+        self.worker = self._new_worker(limits)
         self._num_answered = len(self.steps)
         self._limits = limits
         self._restarting = False
@@ -272,6 +275,12 @@ class ScriptedPort:
         if self.auto_restart:
             self.revive(self.initial_limits)
 
+    def _new_worker(self, limits: SchedulerLimits) -> StrictAttention:
+        worker = StrictAttention(limits)
+        worker.num_drafts_of = lambda token_ids: self.num_drafts_of(token_ids)
+        worker.drafts_hold = lambda token_ids: self.drafts_hold(token_ids)
+        return worker
+
     def _paused(self, step: pb.StepRequest) -> pb.StepResponse:
         self.worker.apply_deltas(step)
         missing = [
@@ -291,4 +300,7 @@ class ScriptedPort:
             sampled=sampled,
             nonfinite_slots=sorted(spoiled),
             duration_us=1000,
+            drafts=[drafts for drafts in response.drafts if drafts.slot not in spoiled],
+            num_drafts_verified=response.num_drafts_verified,
+            num_drafts_accepted=response.num_drafts_accepted,
         )
