@@ -29,6 +29,8 @@ class RequestSlots:
         self.num_computed_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.num_prompt_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.in_use_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.ended_S: npt.NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """A token was due and none came: nothing follows, and the gateway is about to free it."""
         self.num_drafts_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.admission_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         """Counts the requests of a slot: what was derived from an earlier one is void."""
@@ -63,6 +65,7 @@ class RequestSlots:
         self.num_computed_S[slot] = num_cached
         self.num_prompt_S[slot] = num_prompt_tokens
         self.num_drafts_S[slot] = 0
+        self.ended_S[slot] = False
         self.admission_S[slot] += 1
         self.sampling_S[slot] = sampling
         self.temperature_S[slot] = sampling.temperature
@@ -98,6 +101,7 @@ class RequestSlots:
         self.length_S[slot] = 0
         self.num_computed_S[slot] = 0
         self.num_drafts_S[slot] = 0
+        self.ended_S[slot] = False
 
     def reset(self) -> None:
         """Frees all rows."""
@@ -105,6 +109,7 @@ class RequestSlots:
         self.length_S[:] = 0
         self.num_computed_S[:] = 0
         self.num_drafts_S[:] = 0
+        self.ended_S[:] = False
 
     def commit_computed(
         self, slots_S: npt.NDArray[np.int64], num_tokens_S: npt.NDArray[np.int64]

@@ -57,7 +57,8 @@ class ChosenTokens:
         response.num_drafts_accepted = num_drafts - int(self.num_rejected_P.sum())
 
     def commit(self, slots: RequestSlots) -> None:
-        """Appends the tokens to their requests."""
+        """Appends the tokens to their requests; those that get none have ended."""
+        slots.ended_S[self.rows.slots_P[self.num_emitted_P == 0]] = True
         emitted_N = self.rows.leading(self.num_emitted_P)
         slots.commit_sampled(
             self.rows.slots_R[emitted_N],

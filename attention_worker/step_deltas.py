@@ -8,6 +8,9 @@ block appends. Repeating them is harmless all the same:
     new request      equal to what the slot holds, with no committed step: the slot starts afresh
     block append     the slot's table ends with just these blocks: nothing changes
 
+A step is sent before the outcome of the one before it is known. What it computes of a request that
+got no token there, although one was due, is left out: that request is about to be freed.
+
 A malformed step is refused with a message that names slot and value. What stands before the
 offending entry was applied, so the gateway ends the requests of the step and frees their slots.
 """
@@ -135,7 +138,7 @@ class StepDeltas:
 
     def _schedule(self, step: pb.StepRequest) -> Schedule:
         """The scheduled work as arrays, checked against the table of requests."""
-        work = step.scheduled
+        work = [entry for entry in step.scheduled if not self._has_ended(entry.slot)]
         schedule = Schedule(
             slots_S=np.array([entry.slot for entry in work], np.int64),
             starts_S=np.array([entry.start for entry in work], np.int64),
@@ -155,6 +158,9 @@ class StepDeltas:
                 f"{total} tokens in a step, expected at most {self._max_step_tokens}"
             )
         return schedule
+
+    def _has_ended(self, slot: int) -> bool:
+        return slot < self._slots.num_slots and bool(self._slots.ended_S[slot])
 
     def _check_ranges(self, schedule: Schedule) -> None:
         """Work goes on where the last committed step ended, within known tokens and drafts."""

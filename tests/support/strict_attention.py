@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,8 @@ class _Slot:
     blocks: list[int] = field(default_factory=list)
     num_drafts: int = 0
     """Proposed after the last token."""
+    ended: bool = False
+    """It got no token, and is left out of steps that were sent before that was known."""
 
 
 class StrictAttention:
@@ -63,19 +65,34 @@ class StrictAttention:
         self._last_committed = 0
 
     def execute(
-        self, step: pb.StepRequest, token_of: Callable[[Sequence[int]], int] = next_token
+        self,
+        step: pb.StepRequest,
+        token_of: Callable[[Sequence[int]], int] = next_token,
+        spoiled: Collection[int] = (),
     ) -> pb.StepResponse:
-        """Applies deltas, computes and commits; skips a step that builds on an abandoned one."""
+        """Applies deltas, computes and commits; skips a step that builds on an abandoned one.
+
+        Args:
+            step: What was sent.
+            token_of: Chooses tokens.
+            spoiled: Slots whose logits are not finite.
+        """
         skipped = self.skips(step)
         self.apply_deltas(step)
         if skipped:
             return pb.StepResponse(step=step.step, status=pb.StepResponse.STATUS_SKIPPED)
-        for work in step.scheduled:
+        todo = [work for work in step.scheduled if not self.slots[work.slot].ended]
+        for work in todo:
             self._check_work(work)
         self._last_committed = step.step
         response = pb.StepResponse(step=step.step, status=pb.StepResponse.STATUS_DONE)
-        for work in step.scheduled:
-            self._compute(self.slots[work.slot], work, response, token_of)
+        for work in todo:
+            slot = self.slots[work.slot]
+            if work.sample and work.slot in spoiled:
+                slot.ended = True
+                response.nonfinite_slots.append(work.slot)
+            else:
+                self._compute(slot, work, response, token_of)
         return response
 
     def skips(self, step: pb.StepRequest) -> bool:
@@ -292,15 +309,6 @@ class ScriptedPort:
 
     def _done(self, step: pb.StepRequest) -> pb.StepResponse:
         spoiled, self._nonfinite = self._nonfinite, set()
-        response = self.worker.execute(step, self.token_of)
-        sampled = [token for token in response.sampled if token.slot not in spoiled]
-        return pb.StepResponse(
-            step=step.step,
-            status=response.status,
-            sampled=sampled,
-            nonfinite_slots=sorted(spoiled),
-            duration_us=1000,
-            drafts=[drafts for drafts in response.drafts if drafts.slot not in spoiled],
-            num_drafts_verified=response.num_drafts_verified,
-            num_drafts_accepted=response.num_drafts_accepted,
-        )
+        response = self.worker.execute(step, self.token_of, spoiled)
+        response.duration_us = 1000
+        return response

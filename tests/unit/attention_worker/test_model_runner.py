@@ -128,6 +128,35 @@ def test_slots_with_nonfinite_logits_are_named_and_get_no_token(models: Models) 
     assert np.array_equal(good.logits[0], expected.logits[0])
 
 
+def test_a_step_sent_ahead_leaves_out_who_got_no_token(models: Models) -> None:
+    """The step behind counts on a token that never came: only that request is left out of it, and
+    its slot can be used again."""
+    model_dir = models.tiny(LLAMA)
+    calm = RunnerDriver(make_runner(model_dir))
+    expected = calm.submit([5, 6, 7], 2)
+    calm.run()
+    runner = make_runner(model_dir)
+    runner.model.embed_VH[99] = float("nan")
+    driver = RunnerDriver(runner)
+    good, bad = driver.submit([5, 6, 7], 2), driver.submit([4, 99], 2)
+    assert list(driver.step().nonfinite_slots) == [bad.slot]
+    ahead = [
+        pb.ScheduledRequest(slot=request.slot, start=start, num_tokens=1, sample=True)
+        for request, start in ((bad, 2), (good, 3))
+    ]
+    response = runner.execute(pb.StepRequest(step=2, after_step=1, scheduled=ahead))
+    assert response.status == DONE, response.message
+    assert [(token.slot, token.token_id) for token in response.sampled] == [
+        (good.slot, expected.output[1])
+    ]
+    again = pb.NewRequest(
+        slot=bad.slot, token_ids=np.array([5, 6, 7], "<i4").tobytes(), num_prompt_tokens=3
+    )
+    work = pb.ScheduledRequest(slot=bad.slot, start=0, num_tokens=3, sample=True, new_block_ids=[9])
+    reused = pb.StepRequest(step=3, freed_slots=[bad.slot], new_requests=[again], scheduled=[work])
+    assert [token.token_id for token in runner.execute(reused).sampled] == expected.output[:1]
+
+
 def test_seeded_samples_do_not_depend_on_the_batch(mixtral: Path) -> None:
     """Noise is a function of seed and position: alone and among others, in any chunks."""
     sampling = pb.SamplingSpec(temperature=0.8, top_p=0.9, top_k=50, seed=11)

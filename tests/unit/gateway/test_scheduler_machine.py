@@ -8,7 +8,7 @@ each request has the tokens that follow its prompt.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -129,6 +129,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         self._deliver()
+
+    @precondition(lambda self: self.flights)
+    @rule(data=st.data())
+    def spoil(self, data: st.DataObject) -> None:
+        """The logits of a request are not finite; others in the step get their tokens."""
+        slots = [entry.slot for entry in self.flights[0].step.entries]
+        self._deliver({data.draw(st.sampled_from(slots))})
 
     @rule(num_turns=st.integers(1, 8))
     def turns(self, num_turns: int) -> None:
@@ -256,15 +263,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             if state.request.params.num_prompt_logprobs is not None:
                 assert opening.num_cached == 0
 
-    def _deliver(self) -> None:
+    def _deliver(self, spoiled: Collection[int] = ()) -> None:
         flight = self.flights.popleft()
-        response = self.worker.execute(flight.message)
+        response = self.worker.execute(flight.message, spoiled=spoiled)
         assert response.status == pb.StepResponse.STATUS_DONE
         tokens: dict[int, list[int]] = {}
         for token in response.sampled:
             tokens.setdefault(token.slot, []).append(token.token_id)
         drafts = {draft.slot: draft.num_drafts for draft in response.drafts}
-        assert self.scheduler.commit(flight.step, tokens, drafts) == []
+        for state in self.scheduler.commit(flight.step, tokens, drafts):
+            assert state.slot in response.nonfinite_slots
+            self.scheduler.distrust(state)
+            self._forget(state)
         for entry in flight.step.entries:
             if entry.current:
                 self._note_computed(entry.state, entry.start + entry.num_tokens)
@@ -287,4 +297,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
