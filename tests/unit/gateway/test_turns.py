@@ -140,6 +140,31 @@ def test_accepted_drafts_can_be_found_by_others() -> None:
     assert again.num_cached_tokens == (len(sequence) - 1) // 4 * 4
 
 
+def test_a_preempted_request_finds_what_is_left_of_it() -> None:
+    """Blocks that nobody took meanwhile are found when it comes back: only the rest is computed."""
+    limits = SchedulerLimits(
+        num_kv_blocks=8, kv_block_size=4, num_request_slots=2, max_step_tokens=32, model_len=32
+    )
+    scheduler = Scheduler(limits)
+    old = scheduler.add(request("old", 11))
+    young = scheduler.add(replace(request("young"), prompt_token_ids=tuple(range(50, 65))))
+    preempted = False
+    while not preempted:
+        scheduled = scheduler.schedule()
+        assert scheduled is not None
+        preempted = bool(scheduled.preempted)
+        sampled = {entry.slot: [7] for entry in scheduled.entries if entry.sample}
+        scheduler.commit(scheduled, sampled)
+    assert scheduler.waiting == [young]
+    scheduler.finish(old.request_id)
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    (opening,) = scheduled.opened
+    assert opening.num_cached == 16, "four full blocks; old took the fifth, which was not full"
+    assert opening.token_ids == (*range(50, 65), *[7] * young.num_generated)
+    assert young.num_cached_tokens == 0, "usage tells of the first admission"
+
+
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     """An engine that holds requests long if experts are missing."""
