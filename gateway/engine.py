@@ -44,6 +44,7 @@ from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
 from gateway.sequence import EngineStats, GenerationRequest
 from gateway.step_messages import slot_errors, tokens_by_slot
 from gateway.step_pipeline import StepPipeline
+from gateway.step_results import check_result
 from gateway.tokenizer import Tokenizer
 
 logger = logging.getLogger("gateway.engine")
@@ -260,6 +261,7 @@ class Engine:
     def _receive_step(self) -> None:
         flight = self._pipeline.receive()
         step, response = flight.step, flight.response
+        check_result(step, response)
         if response.status == pb.StepResponse.STATUS_DONE:
             self._commit(step, response)
             return

@@ -72,7 +72,17 @@ def slot_errors(response: pb.StepResponse) -> dict[int, Exception]:
     """Why requests of a computed step cannot go on, per request slot."""
     nonfinite = EngineError("the model's output is not a finite number")
     errors: dict[int, Exception] = dict.fromkeys(response.nonfinite_slots, nonfinite)
+    errors |= dict.fromkeys(_slots_without_numbers(response), nonfinite)
     return errors | {failure.slot: RequestError(failure.message) for failure in response.failures}
+
+
+def _slots_without_numbers(response: pb.StepResponse) -> set[int]:
+    """Slots of prompts with a log probability that is not a number."""
+    return {
+        piece.slot
+        for piece in response.prompt_logprobs
+        if np.isnan(np.frombuffer(piece.logprobs, "<f4")).any()
+    }
 
 
 def _new_request(opening: SlotOpening, eos_token_ids: Collection[int]) -> pb.NewRequest:

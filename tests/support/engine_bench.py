@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from expertmesh.settings import EngineSettings
 from gateway.engine import Engine
@@ -106,13 +107,13 @@ class Bench:
         prompt: Sequence[int],
         max_tokens: int = 4,
         *,
-        ignore_eos: bool = False,
         priority: int = 0,
         timeout_s: float | None = None,
+        **more: Any,
     ) -> Answer:
-        """Submits a greedy request."""
+        """Submits a greedy request, with more sampling parameters."""
         answer = Answer()
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=ignore_eos)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, **more)
         now_s = time.monotonic()
         self.engine.submit(
             GenerationRequest(

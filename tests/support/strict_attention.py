@@ -208,6 +208,7 @@ class ScriptedPort:
         self._nonfinite: set[int] = set()
         self._loss = ""
         self._losses: dict[int, str] = {}
+        self._spoilers: dict[int | None, Callable[[pb.StepResponse], object]] = {}
         self._num_received = 0
         self._on_change: Callable[[], None] = lambda: None
 
@@ -230,6 +231,12 @@ class ScriptedPort:
     def lose_at(self, num_results: int, reason: str) -> None:
         """The attention worker is lost instead of giving this result, counted from the first."""
         self._losses[num_results] = reason
+
+    def spoil_result(
+        self, num_results: int | None, change: Callable[[pb.StepResponse], object]
+    ) -> None:
+        """Changes this result, counted from the first; None: all that are not named."""
+        self._spoilers[num_results] = change
 
     def die(self) -> None:
         """The attention worker ends by itself."""
@@ -268,6 +275,13 @@ class ScriptedPort:
         step = self.steps[self._num_answered]
         self._num_answered += 1
         self._num_received += 1
+        response = self._result(step)
+        spoil = self._spoilers.get(self._num_received, self._spoilers.get(None))
+        if spoil is not None:
+            spoil(response)
+        return response
+
+    def _result(self, step: pb.StepRequest) -> pb.StepResponse:
         self._loss = self._losses.pop(self._num_received, self._loss)
         if self._loss:
             reason, self._loss = self._loss, ""
