@@ -9,7 +9,7 @@ admitted anew starts from its generated tokens.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,7 @@ from attention_worker.grammar_matcher import GrammarError, GrammarMatcher
 from attention_worker.logits_edits import NO_MASKS, GrammarMasks
 from attention_worker.request_slots import RequestSlots
 from attention_worker.sampling_spec import SlotSampling
+from expertmesh.deep_stack import DeepStackPool
 
 MASK_TIMEOUT_S = 60.0
 """Longest wait for the masks of a step; llguidance limits its own work to far less."""
@@ -90,7 +91,7 @@ class GrammarMasker:
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._matchers: dict[tuple[int, int], GrammarMatcher] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._pool = DeepStackPool(1, thread_name_prefix="grammar")
         self._idle = True
 
     def start(self, rows: SampleRows, slots: RequestSlots) -> PendingMasks:

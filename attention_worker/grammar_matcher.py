@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
+from expertmesh.grammar_limits import grammar_limits
 from expertmesh_kernels.logits import token_bits
 
 MAX_MESSAGE_LEN = 1000
@@ -41,7 +42,7 @@ class GrammarMatcher:
         stop_ids: npt.NDArray[np.int64],
         vocab_size: int,
     ) -> None:
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=grammar_limits())
         self._check()
         self._num_known = tokenizer.vocab_size
         self._num_words = -(-vocab_size // 32)

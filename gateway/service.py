@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from expertmesh import __version__
+from expertmesh.deep_stack import DeepStackPool
 from expertmesh.errors import EngineError, ExpertUnavailableError, OverloadedError, RequestError
 from expertmesh.model_config import ModelConfig
 from expertmesh.placement import missing_pairs
@@ -150,11 +151,13 @@ class GenerationFrontend:
         self._engine = engine
         self._active: dict[str, tuple[GenerationStream, int]] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._grammar_pool = DeepStackPool(max_workers=1, thread_name_prefix="compile")
 
     def close(self) -> None:
         """Refuses new requests and ends the helper threads; running streams go on."""
         self.stop_accepting()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._grammar_pool):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def stop_accepting(self) -> None:
         """Refuses new requests from now on, as the gateway is about to stop."""
@@ -268,6 +271,13 @@ class GenerationFrontend:
         """Runs work that would block the event loop for long, such as encoding a long text."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    async def run_in_grammar_thread(
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Runs work that may take seconds and recurse deeply, apart from all other work."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._grammar_pool, lambda: function(*args, **kwargs))
 
 
 class GenerationStream:

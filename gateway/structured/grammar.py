@@ -1,8 +1,8 @@
 """Constraints to grammars as llguidance writes them, checked against the vocabulary of the model.
 
-The library is loaded with the first constraint. It releases the interpreter lock while it checks,
-and gives up by itself on what is too large; the time limit here is for what its authors did not
-think of.
+The library is loaded with the first constraint. It releases the interpreter lock while it checks.
+What it takes may need more time to be made ready than all other requests of a step, and a step
+waits for it; so the door makes it ready first, and refuses what took too long.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from expertmesh.errors import RequestError
+from expertmesh.grammar_limits import grammar_limits
 from gateway.service import GenerationFrontend
 from gateway.structured.constraint import Constraint, Kind
 from gateway.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from llguidance import LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 _TIMEOUT_S = 10.0
-"""Far longer than the most complex grammar that is accepted takes."""
+"""Longest wait of a client, also for grammars of others before its own."""
+MAX_CPU_S = 0.5
+"""Longest time to make a grammar and its first mask ready; usual ones take a few milliseconds."""
 _MAX_REASON_LEN = 300
 JSON_OPTIONS: Final[JsonCompileOptions] = {
     "whitespace_pattern": r"( |\n[ \t]{0,32})?",
@@ -49,14 +54,16 @@ async def compile_constraint(frontend: GenerationFrontend, constraint: Constrain
         raise _not_by_model(constraint, "has no tokenizer")
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            return await frontend.run_in_thread(make_grammar, constraint, tokenizer)
+            return await frontend.run_in_grammar_thread(make_grammar, constraint, tokenizer)
     except TimeoutError:
-        message = f"{constraint.param} is too complex: it was not ready within {_TIMEOUT_S:g} s"
+        message = f"{constraint.param} was not ready within {_TIMEOUT_S:g} s"
         raise _refused(constraint, message) from None
 
 
 def make_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
     """The grammar as a string that the attention worker understands; blocks.
+
+    Call it in a thread of a `DeepStackPool`: the library recurses along chains of rules.
 
     Args:
         constraint: What the output must match.
@@ -65,8 +72,7 @@ def make_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
     Raises:
         RequestError: It cannot be used; says why.
     """
-    from llguidance import LLMatcher  # not at the start of the command line
-
+    started_s = time.thread_time()
     try:
         grammar = _WRITERS[constraint.kind](constraint)
     except Exception as error:  # the GBNF converter raises bare exceptions for what users wrote
@@ -76,10 +82,29 @@ def make_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
         vocabulary = tokenizer.grammar_vocabulary
     except ValueError as error:
         raise _not_by_model(constraint, "has a tokenizer that grammars cannot use") from error
-    reason = LLMatcher.validate_grammar(grammar, vocabulary)
+    reason = _trial(grammar, vocabulary)
     if reason:
         raise _refused(constraint, f"{constraint.param} cannot be used: {_readable(reason)}")
+    if time.thread_time() - started_s > MAX_CPU_S:
+        message = (
+            f"{constraint.param} is too complex: it takes more than {MAX_CPU_S:g} s to compile"
+        )
+        raise _refused(constraint, message)
     return grammar
+
+
+def _trial(grammar: str, vocabulary: LLTokenizer) -> str:
+    """Does what the attention worker will do first; returns why it cannot be done."""
+    from llguidance import LLMatcher  # not at the start of the command line
+
+    limits = grammar_limits()
+    reason: str = LLMatcher.validate_grammar(grammar, vocabulary, limits=limits)
+    if reason:
+        return reason
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error().partition("\n<state>")[0] if matcher.is_error() else ""
 
 
 def _of_schema(constraint: Constraint) -> str:

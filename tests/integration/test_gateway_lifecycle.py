@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.conftest import Models
 
 START_S = 120.0
-OURS = ("engine", "membership", "watch-", "attention-", "tokenize")
+OURS = ("engine", "membership", "watch-", "attention-", "tokenize", "compile")
 
 
 def settings(model: Path, *, port: int = 0) -> GatewaySettings:
