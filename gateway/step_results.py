@@ -96,7 +96,8 @@ def _check_prompt_logprobs(entries: dict[int, ScheduledEntry], response: pb.Step
     """All that a step computed of the prompts of those who asked."""
     asking = {slot: most for slot, entry in entries.items() if (most := _num_judged(entry))}
     pieces = response.prompt_logprobs
-    _check_all(asking.keys(), [piece.slot for piece in pieces], "log probabilities of its prompt")
+    slots = [piece.slot for piece in pieces]
+    _check_all(entries, asking.keys(), slots, "log probabilities of its prompt")
     for piece in pieces:
         start, most = entries[piece.slot].start + 1, asking[piece.slot]
         if (piece.start, piece.num_tokens) != (start, most):
@@ -127,7 +128,7 @@ def _check_routed_experts(entries: dict[int, ScheduledEntry], response: pb.StepR
         slot for slot, entry in entries.items() if entry.state.request.params.return_routed_experts
     ]
     pieces = response.routed_experts
-    _check_all(asking, [piece.slot for piece in pieces], "experts")
+    _check_all(entries, asking, [piece.slot for piece in pieces], "experts")
     for piece in pieces:
         entry = entries[piece.slot]
         fewest = entry.num_tokens - entry.num_drafts
@@ -143,9 +144,11 @@ def _check_routed_experts(entries: dict[int, ScheduledEntry], response: pb.StepR
             )
 
 
-def _check_all(asking: Collection[int], slots: Collection[int], what: str) -> None:
-    """Each slot that asked comes once, and no other."""
+def _check_all(
+    entries: dict[int, ScheduledEntry], asking: Collection[int], slots: Collection[int], what: str
+) -> None:
+    """Each slot that asked comes once, and no other; one that has ended since may be left out."""
     _check_slots(asking, slots, what)
     for slot in asking:
-        if slot not in slots:
+        if slot not in slots and entries[slot].current:
             raise _MismatchError(f"slot {slot} has no {what}")

@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from expertmesh.errors import EngineError
+from expertmesh.errors import EngineError, PeerError
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.sequence import FinishReason
+from gateway.request_state import RequestState, ScheduledEntry, ScheduledStep
+from gateway.sequence import FinishReason, GenerationRequest, SamplingParams
+from gateway.step_results import check_result
 from tests.support.engine_bench import IDLE, Bench, running
 from tests.support.strict_attention import continuation
 
@@ -149,3 +151,18 @@ async def test_records_without_numbers_end_their_request_alone(bench: Bench) -> 
     assert isinstance(error, EngineError)
     assert "not a finite number" in str(error)
     assert bench.port.restarts == []
+
+
+def test_what_ended_meanwhile_may_be_left_out() -> None:
+    """A step that was sent ahead has work of a request that has ended: nothing is due for it."""
+    params = SamplingParams(max_tokens=4, num_prompt_logprobs=0, return_routed_experts=True)
+    request = GenerationRequest("a", PROMPT, params, lambda output: None, 0.0)
+    state = RequestState(request)
+    state.slot, state.life = 2, 1
+    entry = ScheduledEntry(state, 1, 2, 0, len(PROMPT), (0, 1), sample=True)
+    step = ScheduledStep(5, (), (), (entry,))
+    response = pb.StepResponse(step=5, status=pb.StepResponse.STATUS_DONE)
+    with pytest.raises(PeerError, match="slot 2 has no log probabilities"):
+        check_result(step, response)
+    state.slot = None
+    check_result(step, response)
