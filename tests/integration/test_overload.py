@@ -134,7 +134,7 @@ async def _kill_meanwhile(
 ) -> list[Outcome]:
     load = asyncio.create_task(_together(server.api.port, requests))
     await asyncio.to_thread(
-        poll, lambda: _num_running(server.api) > 8, timeout_s=20.0, what="requests run"
+        poll, lambda: _num_running(server.api) > 2, timeout_s=20.0, what="requests run"
     )
     victim.kill()
     return await load

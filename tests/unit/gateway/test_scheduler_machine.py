@@ -250,7 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 1 <= step.num_tokens <= limits.max_step_tokens
         scheduled = [entry.state for entry in step.entries]
         assert [s for s in due if s not in scheduled and s not in step.preempted] == []
-        assert not step.admitted or admit
+        assert not step.admitted or (admit and not step.preempted)
         for state in (*step.admitted, *self.scheduler.running):
             if state in step.preempted or state in step.admitted:
                 continue
