@@ -136,6 +136,7 @@ class GenerateCall:
             name = "routed_experts_prompt_start"
             start = options.routed_experts_prompt_start
             raise RequestError(f"{name} is {start}; the prompt has {len(self._prompt)}", param=name)
+        self._model.sampling_defaults.fill(options)
         return sampling_params(
             options,
             max_tokens=max_tokens,

@@ -46,6 +46,7 @@ from gateway.listen import bind, check_free, port_error
 from gateway.membership import Membership, ServedIdentity
 from gateway.mesh_status import MeshStatus
 from gateway.request_metrics import RequestMetrics
+from gateway.sampling_defaults import SamplingDefaults
 from gateway.service import ApiLimits, GenerationFrontend, ServedModel
 from gateway.tokenizer import Tokenizer
 
@@ -309,6 +310,9 @@ class Gateway:
             tokenizer=tokenizer,
             chat_template=ChatTemplate.from_checkpoint(checkpoint.model_dir, tokenizer),
             fingerprint=checkpoint.fingerprint.hex(),
+            sampling_defaults=SamplingDefaults.from_checkpoint(
+                Path(checkpoint.model_dir), checkpoint.config.vocab_size
+            ),
             name_required=self._settings.http.require_model,
         )
 

@@ -26,6 +26,7 @@ from expertmesh.placement import missing_pairs
 from gateway.chat_template import ChatTemplate
 from gateway.generation_options import ModelBounds
 from gateway.mesh_status import MeshStatus
+from gateway.sampling_defaults import SamplingDefaults
 from gateway.sequence import (
     EnginePort,
     EngineStats,
@@ -59,6 +60,8 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     fingerprint: str = ""
     """Hash of the checkpoint, hexadecimal; part of `system_fingerprint`."""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """For requests that leave sampling open."""
     name_required: bool = False
     """Requests must name the model."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -169,6 +169,7 @@ def engine_prompts(
     """
     options, bounds = answer.options, answer.model.bounds
     echoed = options.num_logprobs if options.echo else None
+    answer.model.sampling_defaults.fill(body)
     params = sampling_params(
         body,
         max_tokens=1,

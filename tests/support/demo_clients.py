@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,3 +53,22 @@ def run(
     shown = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {shown}"
     return done.stdout
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file at another place, without a copy where the file system can do that."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def greedy_model(model_dir: Path, folder: Path) -> Path:
+    """Makes `folder` the same model, whose authors recommend to be greedy."""
+    for path in model_dir.iterdir():
+        _link(path, folder / path.name)
+    config = folder / "generation_config.json"
+    content = json.loads(config.read_text())
+    config.unlink()
+    config.write_text(json.dumps({**content, "temperature": 0}))
+    return folder

@@ -1,0 +1,94 @@
+"""A server that wants keys, over HTTP and with the clients that send them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import grpc
+import openai
+import pytest
+
+from expertmesh.v1 import generation_service_pb2 as pb
+from expertmesh.v1 import generation_service_pb2_grpc as rpc
+from tests.support.mesh import Server, serve
+from tests.support.strict_client import CHAT, HELLO, StrictClient, chat_body, error_of
+
+KEYS = ("key-of-alice", "key-of-bob")
+
+
+@pytest.fixture(scope="module")
+def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two keys, in a file."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text("\n".join(KEYS))
+    with serve(text_model, "--api-key-file", str(path), expert_workers=0) as server:
+        yield server
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "key-of-alice", "Basic key-of-alice"])
+def test_refused(server: Server, header: str | None) -> None:
+    """401 in the envelope, with the header that says what is expected."""
+    headers = {} if header is None else {"Authorization": header}
+    client = StrictClient(server.api, headers)
+    for answer in (client.post(CHAT, chat_body()), client.post("/tokenize", {"prompt": "x"})):
+        error = error_of(answer, 401)
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_served(server: Server, key: str) -> None:
+    """Every key opens everything, whole and streamed."""
+    client = StrictClient(server.api, {"Authorization": f"Bearer {key}"})
+    assert client.chat()["choices"]
+    assert client.chat_stream()
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version", "/ping"])
+def test_open_to_machines(server: Server, path: str) -> None:
+    """Probes and scrapers need no key."""
+    assert server.api.get(path).status == 200
+
+
+def test_openai(server: Server) -> None:
+    """The key of OpenAI's client."""
+    url = f"http://127.0.0.1:{server.api.port}/v1"
+    with openai.OpenAI(base_url=url, api_key=KEYS[0], max_retries=0) as client:
+        name = client.models.list().data[0].id
+    with (
+        openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.retrieve(name)
+
+
+def test_anthropic(server: Server) -> None:
+    """The key of Anthropic's client, which is in another header; errors are in its own form."""
+    url = f"http://127.0.0.1:{server.api.port}"
+    fields = {"model": StrictClient(server.api, _bearer()).chat()["model"], "messages": HELLO}
+    with anthropic.Anthropic(base_url=url, api_key=KEYS[1], max_retries=0) as client:
+        assert client.messages.create(**fields, max_tokens=4).usage.output_tokens <= 4
+    with (
+        anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as client,
+        pytest.raises(anthropic.AuthenticationError) as refused,
+    ):
+        client.messages.create(**fields, max_tokens=4)
+    assert refused.value.body["error"]["type"] == "authentication_error"
+
+
+def _bearer() -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[0]}"}
+
+
+def test_grpc(server: Server) -> None:
+    """The same keys in the metadata."""
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        request = pb.TokenizeRequest(text="fox")
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Tokenize(request, timeout=10)
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        metadata = [("authorization", f"Bearer {KEYS[0]}")]
+        assert stub.Tokenize(request, metadata=metadata, timeout=10).token_ids
