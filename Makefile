@@ -10,6 +10,9 @@ ARGS ?=
 # Of `make test` and `make test-all`: more flags of pytest.
 PYTEST_ARGS ?=
 
+# Of `make conformance-full`: where the clients are installed; a folder that has them is used as is.
+CONFORMANCE_CLIENTS ?= .venv-conformance
+
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
@@ -17,7 +20,7 @@ PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install run test test-all check lint fmt type imports proto proto-check bench
+.PHONY: help venv install run test test-all conformance-full check lint fmt type imports proto proto-check bench
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +53,24 @@ test: lint type imports proto-check ## What CI runs: static checks, then the tes
 
 test-all: lint type imports proto-check ## As test, with what takes longer
 	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+CLIENTS := litellm lm_eval guidellm aiperf
+
+conformance-full: $(VENV)/.dev-stamp $(CLIENTS:%=$(CONFORMANCE_CLIENTS)/%/.stamp) $(CONFORMANCE_CLIENTS)/node/.stamp ## Conformance tests with every client; installs 4 GB
+	@CONFORMANCE_CLIENTS=$(abspath $(CONFORMANCE_CLIENTS)) \
+	  $(BIN)/python -m pytest tests/conformance $(PYTEST_ARGS)
+
+$(CONFORMANCE_CLIENTS)/%/.stamp: tests/conformance/requirements/%.txt
+	$(PYTHON) -m venv $(@D)
+	@if grep -q '^torch' $<; then $(@D)/bin/python -m pip install -q $(TORCH_PIP_ARGS) $(TORCH); fi
+	$(@D)/bin/python -m pip install -q -r $<
+	@touch $@
+
+$(CONFORMANCE_CLIENTS)/node/.stamp: tests/conformance/node/package-lock.json
+	@mkdir -p $(@D) && cp tests/conformance/node/package.json $< $(@D)
+	@if command -v npm >/dev/null; then npm ci --no-audit --no-fund --prefix $(@D); \
+	  else echo "npm is not installed: the clients in Node are skipped"; fi
+	@touch $@
 
 check: test ## Same as test
 
