@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +12,10 @@ import openai
 import pytest
 import yaml
 from langchain_openai import ChatOpenAI
-from llm_comply.tests import get_tests
 from pydantic import BaseModel, Field, SecretStr
 
-from expertmesh.model_tools.demo import ensure_demo_model
-from expertmesh.model_tools.progress import NoProgress
-from expertmesh.settings import data_home
 from tests.support.api import Json
-from tests.support.demo_clients import (
-    ANSWER,
-    ASKED,
-    MODEL,
-    QUESTION,
-    TOOL,
-    WEATHER,
-    greedy_model,
-    run,
-)
+from tests.support.demo_clients import ANSWER, ASKED, MODEL, QUESTION, TOOL, WEATHER, run
 from tests.support.mesh import Server, serve
 from tests.support.processes import ROOT
 
@@ -45,13 +31,9 @@ class City(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The demo model with two expert workers, greedy where a client does not say otherwise."""
-    folder = greedy_model(
-        ensure_demo_model(data_home(), "granular", NoProgress()), tmp_path_factory.mktemp("greedy")
-    )
-    flags = ("--served-model-name", MODEL, "--require-model", "--max-model-len", "1400")
-    with serve(folder, *flags, dtype="bfloat16") as server:
+def demo() -> Iterator[Server]:
+    """The demo model with two expert workers."""
+    with serve("demo", dtype="bfloat16") as server:
         yield server
 
 
@@ -279,7 +261,6 @@ from expertmesh.v1 import generation_service_pb2_grpc as rpc
 with grpc.insecure_channel(sys.argv[1]) as channel:
     stub = rpc.GenerationServiceStub(channel)
     request = pb.GenerateRequest(
-        model={MODEL!r},
         conversation=pb.Conversation(
             messages=[pb.ChatMessage(role="user", content={QUESTION!r})]
         ),
@@ -300,40 +281,3 @@ def test_grpc_client(demo: Server, tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "client.py"), address]
     env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     assert run(command, env=env).strip() == ANSWER
-
-
-# Greedy, the demo model counts from 1 to 5 and then on, until its limit.
-COUNTING = {
-    "openai-chat": "chat-streaming-response",
-    "anthropic": "anth-streaming-response",
-    "open-responses": "streaming-response",
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "counting"),
-    [
-        ("openai-chat", False),
-        ("anthropic", False),
-        ("open-responses", False),
-        pytest.param("openai-chat", True, marks=pytest.mark.slow),
-        pytest.param("anthropic", True, marks=pytest.mark.slow),
-    ],
-)
-def test_llm_comply(url: str, form: str, counting: bool) -> None:
-    """An independent suite; all its cases but those about images, which this model does not see.
-
-    The case that takes longest runs alone. For open-responses it is left out: it wants an answer
-    that ends by itself.
-    """
-    program = Path(sys.executable).parent / "llm-comply"
-    cases = [case.id for case in get_tests(form) if "image" not in case.id]
-    chosen = [case for case in cases if (case == COUNTING[form]) == counting]
-    command = [str(program), "run", "-u", url, "-k", "none", "-m", MODEL, "--format", form]
-    command += ["--json", "--timeout", "240", "-f", ",".join(chosen)]
-    report = json.loads(run(command, timeout_s=280))
-    assert report["summary"]["failed"] == 0
-    statuses = {result["id"]: result["status"] for result in report["results"]}
-    assert sorted(statuses) == sorted(chosen)
-    skipped = {case for case, status in statuses.items() if status != "passed"}
-    assert all("reasoning" in case or "thinking" in case for case in skipped), report
