@@ -47,7 +47,7 @@ class AttentionConnection:
         self._stub = pb_grpc.AttentionServiceStub(self._channel)
         self._on_lost = on_lost
         self._on_observations = on_observations
-        self._steps: queue.SimpleQueue[pb.RunRequest | None] = queue.SimpleQueue()  # a few in flight
+        self._steps: queue.SimpleQueue[pb.RunRequest | None] = queue.SimpleQueue()  # few
         self._results: queue.SimpleQueue[pb.StepResponse | PeerError] = queue.SimpleQueue()
         self._maps = _LatestMap()
         self._closing = threading.Event()
