@@ -278,6 +278,15 @@ def check_model(name: str | None, model: ServedModel) -> None:
     """
     if not name and model.name_required:
         raise RequestError(f"model is missing; this server has {shown(model.name)}", param="model")
+    check_named_model(name, model)
+
+
+def check_named_model(name: str | None, model: ServedModel) -> None:
+    """Refuses the name of another model; none at all is fine.
+
+    Raises:
+        ModelNotFoundError: It is not the one that is served.
+    """
     if name and name != model.name:
         raise ModelNotFoundError(
             f"the model {shown(name)} does not exist; this server has {shown(model.name)}"

@@ -15,7 +15,7 @@ from gateway.openai.body import read_json
 from gateway.openai.handlers import json_response
 from gateway.openai.logprobs import Json
 from gateway.openai.prompts import encode_messages
-from gateway.openai.schema import ChatMessage, check_model, template_options
+from gateway.openai.schema import ChatMessage, check_named_model, template_options
 from gateway.service import GenerationFrontend
 from gateway.tokenizer import Tokenizer
 from gateway.tools.definitions import parse_tool_use
@@ -61,7 +61,7 @@ class TokenizerHandlers:
         """POST /tokenize."""
         fields = await read_json(request, self._frontend)
         body = convert(fields, TokenizeRequest)
-        check_model(body.model, self._model)
+        check_named_model(body.model, self._model)
         ids = await self._token_ids(body, fields)
         answer: Json = {
             "count": len(ids),
@@ -92,7 +92,7 @@ class TokenizerHandlers:
     async def detokenize(self, request: web.Request) -> web.Response:
         """POST /detokenize; special tokens are spelled."""
         body = convert(await read_json(request, self._frontend), DetokenizeRequest)
-        check_model(body.model, self._model)
+        check_named_model(body.model, self._model)
         decode = self._tokenizer("tokens").decode
         size = self._model.config.vocab_size
         ids = check_token_ids(body.tokens, size, "tokens") if body.tokens else ()

@@ -243,6 +243,9 @@ async def test_the_model_must_be_named(session: aiohttp.ClientSession) -> None:
                 assert response.status == status
                 if status == 400:
                     assert (await response.json())["error"]["param"] == "model"
+        # Clients that only need the tokenizer do not name a model.
+        async with session.post(f"{gateway.url}/tokenize", json={"prompt": "hi"}) as response:
+            assert response.status == 200
 
 
 def test_keys_come_from_all_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
