@@ -55,6 +55,7 @@ class GrammarMatcher:
         self._eos_bits = token_bits(eos, vocab_size)
         self._num_consumed = 0
         self._num_drafts = 0
+        self._draft_ended = False
         self._ended = False
 
     def advance(self, token_ids: npt.NDArray[np.int32]) -> None:
@@ -84,7 +85,7 @@ class GrammarMatcher:
         Raises:
             GrammarError: The matcher gave up, or nothing may follow.
         """
-        if self._ended or self._matcher.is_stopped():
+        if self._ended or self._draft_ended or self._matcher.is_stopped():
             self._check()
             return self._end_bits
         bits_W = np.zeros(self._num_words, np.uint32)
@@ -98,17 +99,25 @@ class GrammarMatcher:
         return bits_W
 
     def try_draft(self, token: int) -> bool:
-        """Follows a draft until `take_back`; False if it ends the output or is not allowed."""
-        if self._ended or token in self._ends or token in self._eos_ids:
-            return False
-        if token >= self._num_known:  # to llguidance an error, unlike other tokens not allowed
-            return False
-        taken = self._matcher.try_consume_tokens([token]) == 1
-        self._num_drafts += taken
-        return taken
+        """Follows a draft until `take_back`; False if it is not allowed.
+
+        As in `advance`, the end of the output need not be its end: it goes on where the request
+        ignores such tokens, or has too few.
+        """
+        if self._ended or self._draft_ended or self._matcher.is_stopped():
+            return token in self._ends
+        # To llguidance an unknown token is an error, and there is no way back from the end.
+        if token < self._num_known and token not in self._eos_ids:
+            taken = self._matcher.try_consume_tokens([token]) == 1
+            self._num_drafts += taken
+            if taken:
+                return True
+        self._draft_ended = token in self._ends and self._may_end()
+        return self._draft_ended
 
     def take_back(self) -> None:
         """Forgets the drafts."""
+        self._draft_ended = False
         if self._num_drafts:
             self._matcher.rollback(self._num_drafts)
             self._num_drafts = 0

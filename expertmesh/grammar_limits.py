@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-_LEXER_FUEL = 200_000
-"""A fifth of llguidance's own limit: regular expressions beyond take seconds to compile."""
+_LEXER_FUEL = 100_000
+"""A tenth of llguidance's own limit: regular expressions beyond take seconds to compile."""
 
 
 def grammar_limits() -> LLParserLimits:

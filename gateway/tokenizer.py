@@ -100,7 +100,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens spelled in it count as such."""
-        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encode(self._inner, text, add_special_tokens)
 
     def encode_plain(self, text: str, *, first: bool = True) -> list[int]:
         """Token ids of a text in which special tokens are only letters.
@@ -110,7 +110,7 @@ class Tokenizer:
             first: The text is not preceded by another one.
         """
         tokenizer = self._plain if first else self._plain_continued
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        return _encode(tokenizer, text, False)
 
     @cached_property
     def _plain_continued(self) -> tokenizers.Tokenizer:
@@ -265,3 +265,10 @@ def _decoder_kinds(decoder: decoders.Decoder | None) -> set[str]:
     state = json.loads(decoder.__getstate__())
     parts = state.get("decoders", [state])
     return {str(part["type"]) for part in parts}
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Only batches release the interpreter lock, which a long text would hold for seconds."""
+    batch = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = batch[0].ids
+    return ids

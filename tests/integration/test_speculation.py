@@ -33,6 +33,20 @@ REQUESTS: dict[str, Json] = {
         "structured_outputs": {"regex": "((abc|abd), ){6}end"},
         "ignore_eos": False,
     },
+    "more than the grammar": {
+        "temperature": 1,
+        "seed": 9,
+        "structured_outputs": {"regex": "ab"},
+        "logit_bias": {"54": 100},
+        "ignore_eos": True,
+    },
+    "min_tokens after a grammar": {
+        "temperature": 1,
+        "seed": 10,
+        "structured_outputs": {"choice": ["ab", "ba"]},
+        "min_tokens": LENGTH,
+        "ignore_eos": False,
+    },
     "stop token": {"allowed_token_ids": [7, 8, 9], "stop_token_ids": [9], "min_tokens": 20},
     "stop string": {"allowed_token_ids": [67, 68, 69], "temperature": 1, "seed": 8, "stop": "cab"},
 }

@@ -190,6 +190,26 @@ def test_drafts_beyond_the_tokenizer_do_no_harm(tmp_path: Path, new_runner: _Run
     assert verified > 0
 
 
+def test_drafts_of_end_tokens_let_nothing_follow(text_model: Path, new_runner: _Runners) -> None:
+    """An output that goes on past its grammar has only end tokens, which are soon proposed; where
+    the request ignores them the tokens after such drafts count."""
+    spec = _spec(
+        LLMatcher.grammar_from_regex("ab"),
+        stop_token_ids=[],
+        logit_bias=[pb.LogitBias(token_id=7, bias=1000.0)],
+    )
+    runner = new_runner(text_model, speculation=Speculation(num_tokens=4, lookup_min=1))
+    driver = RunnerDriver(runner)
+    request = driver.submit(PROMPT, 24, spec)
+    accepted = 0
+    while not request.finished:
+        accepted += driver.step().num_drafts_accepted
+    tokenizer = Tokenizer.from_file(str(text_model / "tokenizer.json"))
+    assert tokenizer.decode(request.output[:2]) == "ab"
+    assert request.output[2:] == [EOS] * 22
+    assert accepted > 10
+
+
 def test_end_tokens_wait_for_the_grammar(text_model: Path, new_runner: _Runners) -> None:
     """However likely; also those of the request that the tokenizer does not know as such."""
     own_end = 1
