@@ -22,7 +22,7 @@ from gateway.cors import Cors
 from gateway.messages.errors import in_style_of
 from gateway.messages.handlers import MessagesHandlers
 from gateway.openai.body import BodyError
-from gateway.openai.errors import ApiError, api_error
+from gateway.openai.errors import ApiError, api_error, no_endpoint
 from gateway.openai.handlers import REQUEST_ID, OpenAiHandlers
 from gateway.openai.tokenizer_handlers import TokenizerHandlers
 from gateway.responses.handlers import ResponseHandlers
@@ -149,6 +149,8 @@ class _Door:
 
 
 def _error(request: web.Request, error: Exception) -> ApiError:
+    if isinstance(error, web.HTTPNotFound):
+        return in_style_of(request.path, no_endpoint(request.method, request.path))
     return in_style_of(request.path, api_error(error, request[REQUEST_ID]))
 
 

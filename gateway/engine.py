@@ -238,7 +238,7 @@ class Engine:
             state = self._scheduler.get(request_id)
             if state is not None:
                 after_s = now_s - state.request.arrival_s
-                self._end([state], DeadlineError(f"the request was not done after {after_s:.1f} s"))
+                self._end([state], DeadlineError(f"the request was not done after {after_s:.3g} s"))
 
     def _send_steps(self, now_s: float) -> None:
         """Keeps the attention worker busy: the next step is there when it is done with one."""

@@ -257,10 +257,24 @@ def _request_error(text: str, fields: Mapping[str, object]) -> RequestError:
     if found is None:
         return RequestError("the request has an invalid value")
     expected, param = found.group(1).partition(", got ")[0], _dotted(found.group(2))
-    expected = expected.replace("`", "").replace(" | null", "")
-    expected = expected[0].lower() + expected[1:]
+    expected = _in_words_of_json(expected)
     message = f"{param} is {shown(_lookup(fields, param))}; {expected}"
     return RequestError(message, param=_ENTRY_OF_LIST.sub(r"\1", param))
+
+
+_JSON_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "true or false"}
+_EXPECTED_TYPES = re.compile("(?<=^Expected )`([^`]*)`")
+
+
+def _in_words_of_json(expected: str) -> str:
+    """`Expected `float | null` <= 2.0` to `expected number <= 2.0`: callers speak JSON."""
+
+    def types(found: re.Match[str]) -> str:
+        names = [name for name in found.group(1).split(" | ") if name != "null"]
+        return " or ".join(_JSON_WORDS.get(name, name) for name in names)
+
+    expected = _EXPECTED_TYPES.sub(types, expected).replace("`", "")
+    return expected[0].lower() + expected[1:]
 
 
 def _dotted(path: str) -> str:

@@ -22,6 +22,7 @@ from expertmesh.errors import (
     PeerError,
     RequestError,
 )
+from gateway.generation_options import shown
 from gateway.openai.body import BodyError
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,13 @@ def _printable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def no_endpoint(method: str, path: str) -> ApiError:
+    """Names what was asked for: the usual fault is a base URL with or without its `/v1`."""
+    asked = shown(f"{method} {path}"[:60])
+    message = f"no such endpoint: {asked}; the APIs are below /v1"
+    return ApiError(404, "not_found_error", message, "not_found")
+
+
 def api_error(error: BaseException, request_id: str) -> ApiError:
     """What a client is told about an exception; unexpected ones are logged."""
     match error:
@@ -128,8 +136,6 @@ def _unavailable(message: str, code: str) -> ApiError:
 def _http_error(error: web.HTTPException) -> ApiError:
     """What aiohttp raises by itself."""
     match error:
-        case web.HTTPNotFound():
-            return ApiError(404, "not_found_error", "no such endpoint", "not_found")
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return ApiError(

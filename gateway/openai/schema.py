@@ -43,12 +43,12 @@ class CommonRequest(GenerationOptions, kw_only=True):
     stream_options: StreamOptions | None = None
     """What a stream has besides the text."""
     return_token_ids: bool | None = None
-    """`token_ids` in each choice, and `prompt_token_ids`."""
+    """`token_ids` in each choice; `prompt_token_ids` in each of a completion and once in a chat."""
     return_tokens_as_token_ids: bool | None = None
     """Tokens in log probabilities are spelled "token_id:N"."""
     prompt_logprobs: NumLogprobs | None = None
-    """`prompt_logprobs` in each choice: of the prompt's tokens, with so many candidates; not in a
-    stream."""
+    """`prompt_logprobs`, in each choice of a completion and once in a chat: of the prompt's tokens,
+    with so many candidates; not in a stream."""
     return_routed_experts: bool | None = None
     """`routed_experts` in each choice: base64 of a .npy with the experts of every token but the
     last, in every MoE layer."""

@@ -141,9 +141,9 @@ def _from_structured_outputs(value: object, param: str = "structured_outputs") -
         message = "structural_tag is not supported"
         raise UnsupportedError(message, param=f"{param}.structural_tag")
     if len(given) != 1:
-        names = ", ".join(sorted(given)) or "none of them"
+        found = f"has {', '.join(sorted(given))}" if given else f"is {shown(value)}"
         raise RequestError(
-            f"{param} has {names}; expected exactly one of {', '.join(_KINDS)}", param=param
+            f"{param} {found}; expected exactly one of {', '.join(_KINDS)}", param=param
         )
     ((name, entry),) = given.items()
     return _KINDS[name](entry, f"{param}.{name}")

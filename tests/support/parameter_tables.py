@@ -88,7 +88,7 @@ def describe(kind: types.Type) -> str:
             names = ", ".join(f"`{field.name}`" for field in kind.fields)
             return f"object: {names}"
         case types.AnyType():
-            return "see there"
+            return "string or array: string, integer, or array of integers"
     raise AssertionError(kind)
 
 

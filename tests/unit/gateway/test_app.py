@@ -147,6 +147,7 @@ async def test_unknown_routes_and_methods(gateway: Gateway, session: aiohttp.Cli
     """404 and 405 are envelopes; 405 says what is allowed."""
     async with session.post(f"{gateway.url}/v2/anything", json={}) as response:
         error = (await response.json())["error"]
+        assert '"POST /v2/anything"' in error["message"]
         assert (response.status, error["code"], error["type"]) == (
             404,
             "not_found",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 
 import aiohttp
+import msgspec
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from gateway.generation_options import GenerationOptions, ModelBounds, sampling_params
+from expertmesh.errors import RequestError
+from gateway.generation_options import GenerationOptions, ModelBounds, convert, sampling_params
+from gateway.openai.schema import ChatRequest, CompletionRequest
 from gateway.option_checks import bad_word_ids
 from gateway.sequence import SamplingParams
 from gateway.tokenizer import Tokenizer
@@ -120,3 +124,37 @@ def test_bad_words_are_found_at_the_start_and_after_a_space() -> None:
     bounds = ModelBounds(7, 512, Tokenizer(raw.to_str()))
     assert bad_word_ids(GenerationOptions(bad_words=["cat"]), bounds) == ((4,), (6,))
     assert bad_word_ids(GenerationOptions(), bounds) == ()
+
+
+WRONG: tuple[object, ...] = ("", "x" * 2000, [], [[]], {}, {"role": 1}, -1e9, 1e9, 1.5, True)
+PYTHON_WORDS = re.compile(r"\b(int|str|float|bool|list|dict|null)\b")
+
+
+def refusal(fields: dict[str, object], struct: type[msgspec.Struct]) -> RequestError | None:
+    """The error of a call, if it is one."""
+    required = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
+    try:
+        convert({**required, **fields}, struct)
+    except RequestError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("struct", [ChatRequest, CompletionRequest], ids=lambda s: s.__name__)
+def test_errors_speak_json(struct: type[msgspec.Struct]) -> None:
+    """What was expected is said in the words of JSON, for every parameter and kind of fault."""
+    num_refused = 0
+    for name in struct.__struct_fields__:
+        for error in filter(None, (refusal({name: value}, struct) for value in WRONG)):
+            found, _, expected = error.message.partition("; ")
+            assert found.startswith(name)
+            assert not PYTHON_WORDS.search(expected), error.message
+            assert str(error.param).startswith(name)
+            num_refused += 1
+    assert num_refused > 3 * len(struct.__struct_fields__)
+
+
+def test_a_value_that_looks_like_a_type_is_left_as_it_is() -> None:
+    """Only the name of the type is put into other words."""
+    with pytest.raises(RequestError, match="invalid enum value 'int'"):
+        convert({"prompt": "a", "truncation_side": "int"}, CompletionRequest)
