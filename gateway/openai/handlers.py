@@ -46,6 +46,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 """Id of the HTTP request: for the log and the X-Request-Id header."""
 
 _DEFAULT_COMPLETION_TOKENS = 16
+_IN_THREAD_FROM = 200
+"""Tokens with log probabilities from which an answer is made outside the event loop."""
 
 
 class OpenAiHandlers:
@@ -118,7 +120,16 @@ class OpenAiHandlers:
         with self._frontend.open(prompts) as stream:
             if body.stream:
                 return await self._stream(request, answer, stream)
-            return json_response(answer.whole(await collect_outputs(stream, len(prompts))))
+            return await self._whole(answer, await collect_outputs(stream, len(prompts)))
+
+    async def _whole(self, answer: Answer, outputs: Sequence[RequestOutput]) -> web.Response:
+        """An answer that is not a stream; a large one is made outside the event loop."""
+        num_records = sum(
+            len(output.logprobs) + len(output.prompt_logprobs or ()) for output in outputs
+        )
+        if num_records < _IN_THREAD_FROM:
+            return json_response(answer.whole(outputs))
+        return await self._frontend.run_in_thread(lambda: json_response(answer.whole(outputs)))
 
     async def _stream(
         self, request: web.Request, answer: Answer, stream: GenerationStream
