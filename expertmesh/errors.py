@@ -11,6 +11,7 @@ ExpertMeshError
 │   └── UnsupportedError    a parameter or endpoint that this server does not have
 ├── AuthenticationError     a caller shows no API key, or one that is not accepted
 ├── OverloadedError         queues are full; try again later
+│   └── StoppingError       the gateway is stopping; try again with another, or once it is back
 ├── ExpertUnavailableError  an expert has no usable copy
 ├── DeadlineError           a request was not done by its deadline
 ├── EngineError             the engine failed while it worked on a request
@@ -122,6 +123,13 @@ class OverloadedError(ExpertMeshError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class StoppingError(OverloadedError):
+    """The gateway is stopping, so it takes no request and ends those that it has."""
+
+    def __init__(self) -> None:
+        super().__init__("the gateway is stopping", retry_after_s=5.0)
 
 
 class ExpertUnavailableError(ExpertMeshError):

@@ -28,6 +28,7 @@ from expertmesh.errors import (
     PeerError,
     RequestError,
     StartupError,
+    StoppingError,
 )
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -180,7 +181,7 @@ class Engine:
             except Exception as error:  # a mistake of ours must not leave clients hanging
                 logger.exception("the engine failed; ending all requests")
                 self._recover(error)
-        self._end(self._scheduler.states, EngineError("the server is shutting down"))
+        self._end(self._scheduler.states, StoppingError())
         self._publish()
 
     def _turn(self) -> bool:
@@ -235,8 +236,7 @@ class Engine:
 
     def _end_overdue(self, now_s: float) -> None:
         for request_id in self._deadlines.overdue(now_s):
-            state = self._scheduler.get(request_id)
-            if state is not None:
+            if (state := self._scheduler.get(request_id)) is not None:
                 after_s = now_s - state.request.arrival_s
                 self._end([state], DeadlineError(f"the request was not done after {after_s:.3g} s"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from expertmesh.errors import OverloadedError, RequestError
+from expertmesh.errors import OverloadedError, RequestError, StoppingError
 from gateway.sequence import GenerationRequest
 
 
@@ -66,7 +66,7 @@ class Inbox:
         in use."""
         with self._changed:
             if self._stop:
-                raise OverloadedError("the server is shutting down", retry_after_s=5.0)
+                raise StoppingError()
             if request.request_id in self._known:
                 raise RequestError(
                     f"request id {request.request_id!r} is in use", param="request_id"

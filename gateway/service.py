@@ -20,7 +20,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from expertmesh import __version__
 from expertmesh.deep_stack import DeepStackPool
-from expertmesh.errors import EngineError, ExpertUnavailableError, OverloadedError, RequestError
+from expertmesh.errors import EngineError, ExpertUnavailableError, RequestError, StoppingError
 from expertmesh.model_config import ModelConfig
 from expertmesh.placement import missing_pairs
 from gateway.chat_template import ChatTemplate
@@ -184,11 +184,11 @@ class GenerationFrontend:
         """Refuses work that cannot be done.
 
         Raises:
-            OverloadedError: The gateway is stopping.
+            StoppingError: The gateway is stopping.
             ExpertUnavailableError: An expert has no usable copy.
         """
         if not self.accepting:
-            raise OverloadedError("the gateway is stopping", retry_after_s=5.0)
+            raise StoppingError()
         mesh = self.mesh()
         if mesh.uncovered:
             raise ExpertUnavailableError(missing_pairs(dict(mesh.uncovered)))

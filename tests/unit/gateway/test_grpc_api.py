@@ -13,7 +13,13 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from expertmesh.errors import EngineError, ExpertUnavailableError, OverloadedError, PortError
+from expertmesh.errors import (
+    EngineError,
+    ExpertUnavailableError,
+    OverloadedError,
+    PortError,
+    StoppingError,
+)
 from expertmesh.v1 import generation_service_pb2 as pb
 from gateway.grpc_api import SERVICE, GrpcServer
 from gateway.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
@@ -140,6 +146,7 @@ async def test_odd_floats(served: Served, value: float) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "reason", "retry"),
     [
+        (StoppingError(), grpc.StatusCode.UNAVAILABLE, "ENGINE_OVERLOADED", True),
         (OverloadedError("full"), grpc.StatusCode.UNAVAILABLE, "ENGINE_OVERLOADED", True),
         (
             ExpertUnavailableError([(3, 1)], detail="secret address"),

@@ -16,6 +16,7 @@ from expertmesh.errors import (
     EngineError,
     ExpertUnavailableError,
     OverloadedError,
+    StoppingError,
 )
 from gateway.sequence import FinishReason, RequestOutput
 from gateway.service import ApiLimits
@@ -64,6 +65,7 @@ async def test_one_bad_prompt_stops_the_call(
 @pytest.mark.parametrize(
     ("error", "status", "type_", "code"),
     [
+        (StoppingError(), 503, "overloaded_error", "engine_overloaded"),
         (OverloadedError("full", retry_after_s=2.5), 503, "overloaded_error", "engine_overloaded"),
         (
             ExpertUnavailableError([(3, 1)], detail="secret address"),
