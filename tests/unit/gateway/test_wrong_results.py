@@ -140,16 +140,21 @@ async def test_wrong_records_of_a_prompt_are_not_shown(bench: Bench, name: str) 
     assert [record and record.logprob for record in records] == [None, *[-1.0] * 5]
 
 
-async def test_records_without_numbers_end_their_request_alone(bench: Bench) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 4])
+async def test_records_without_numbers_end_their_request_alone(
+    bench: Bench, max_tokens: int
+) -> None:
     """The model is at fault: to compute it again would give the same."""
 
     def spoil(response: pb.StepResponse) -> None:
         _first(response).logprobs = struct.pack("<5f", *[float("nan")] * 5)
 
     bench.port.spoil_result(1, spoil)
-    error = (await bench.ask("a", PROMPT, num_prompt_logprobs=1).end()).error
+    answer = bench.ask("a", PROMPT, max_tokens, num_prompt_logprobs=1)
+    error = (await answer.end()).error
     assert isinstance(error, EngineError)
     assert "not a finite number" in str(error)
+    assert (await bench.ask("b", PROMPT).end()).finish_reason is FinishReason.LENGTH
     assert bench.port.restarts == []
 
 
