@@ -340,7 +340,8 @@ class Engine:
             return self._welcome_attention(limits, down_s)
         self._attention.restart("attention worker ended")  # it may have ended again unnoticed
         if down_s >= ATTENTION_HOLD_S:
-            self._end(self._scheduler.states, EngineError("the attention worker is down"))
+            down = OverloadedError("the attention worker is down", retry_after_s=5.0)
+            self._end(self._scheduler.states, down)
 
     def _welcome_attention(self, limits: SchedulerLimits, down_s: float) -> None:
         self._limits = limits
