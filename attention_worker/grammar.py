@@ -78,7 +78,7 @@ class GrammarMasker:
     """Makes masks with llguidance.
 
     Args:
-        tokenizer_path: `tokenizer.json`, read when the first grammar comes; None if there is none.
+        tokenizer_path: `tokenizer.json`, read by `prepare` or for the first grammar; None if there is none.
         eos_token_ids: Tokens that end the model's output.
         vocab_size: Of the model.
     """
@@ -93,6 +93,11 @@ class GrammarMasker:
         self._matchers: dict[tuple[int, int], GrammarMatcher] = {}
         self._pool = DeepStackPool(1, thread_name_prefix="grammar")
         self._idle = True
+
+    def prepare(self) -> None:
+        """Begins to load the tokenizer, so that the step of the first grammar need not wait."""
+        if self._tokenizer_path is not None:
+            self._pool.submit(self._loaded_tokenizer)  # what is wrong with it is told at its use
 
     def start(self, rows: SampleRows, slots: RequestSlots) -> PendingMasks:
         """Begins to make the masks of the rows.

@@ -78,6 +78,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
     warm_up(model, kv)
     grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
+    grammars.prepare()
     runner = ModelRunner(model, experts, kv, _limits(settings), grammars)
     description = _description(settings, checkpoint, runner, dtype_name)
     description.numerics_fingerprint = fingerprint
