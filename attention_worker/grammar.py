@@ -78,7 +78,8 @@ class GrammarMasker:
     """Makes masks with llguidance.
 
     Args:
-        tokenizer_path: `tokenizer.json`, read by `prepare` or for the first grammar; None if there is none.
+        tokenizer_path: `tokenizer.json`, read by `prepare` or for the first grammar; None if there
+            is none.
         eos_token_ids: Tokens that end the model's output.
         vocab_size: Of the model.
     """
