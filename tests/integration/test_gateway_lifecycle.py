@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 
 from expertmesh.errors import OverloadedError, PortError
@@ -109,6 +110,34 @@ async def test_a_gateway_starts_serves_and_leaves_nothing(models: Models) -> Non
         await gateway.stop()
     assert time.monotonic() - started_s < 3.0
     assert our_threads() == []
+
+
+async def test_requests_that_a_stop_ends_are_told_so(models: Models) -> None:
+    """A whole answer is 503 with the time after which to try again; a stream has the same error."""
+    gateway = server.Gateway(settings(models.tiny(MIXTRAL)))
+    body = {"prompt": [1, 2], "max_tokens": 500, "ignore_eos": True}
+    try:
+        await asyncio.wait_for(gateway.start(), START_S)
+        frontend, attention = parts(gateway)
+        assert attention.pid is not None
+        os.kill(attention.pid, signal.SIGSTOP)  # so that no answer is done before the stop
+        url = f"http://127.0.0.1:{gateway.info['http_port']}/v1/completions"
+        async with aiohttp.ClientSession() as session:
+            whole = asyncio.create_task(session.post(url, json=body))
+            stream = asyncio.create_task(session.post(url, json={**body, "stream": True}))
+            await until(lambda: frontend.stats().num_running == 2)
+            stopping = asyncio.create_task(gateway.stop())
+            await until(lambda: not frontend.accepting)
+            os.kill(attention.pid, signal.SIGCONT)
+            await stopping
+            refused = await whole
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+            for answer in (refused, await stream):
+                text = await answer.text()
+                assert '"the gateway is stopping"' in text
+                assert '"engine_overloaded"' in text
+    finally:
+        await gateway.stop()
 
 
 async def test_a_gateway_can_be_stopped_while_it_starts(models: Models) -> None:
