@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
             announce_failure(error)
             return error.exit_code
         return run(settings)
-    from gateway.cli import run_command
+    from gateway.command.cli import run_command
 
     return run_command(arguments)
 

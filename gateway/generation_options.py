@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from expertmesh.errors import ContextLengthError, RequestError
 from gateway.sequence import SamplingParams
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 1024

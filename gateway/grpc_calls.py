@@ -17,7 +17,7 @@ from gateway.generation_options import (
     convert,
     sampling_params,
 )
-from gateway.mesh_status import MeshStatus
+from gateway.mesh.mesh_status import MeshStatus
 from gateway.openai.prompts import (
     PromptOptions,
     TokenIds,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from expertmesh.errors import RequestError
 from gateway.generation_options import GenerationOptions, ModelBounds, shown
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 _MAX_BIAS = 100.0
 _NEEDS_TOKENIZER = ("stop", "bad_words")

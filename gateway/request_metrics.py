@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from expertmesh import __version__
-from gateway.engine_observer import EngineObserver
-from gateway.mesh_status import ExpertWorkerState, MeshStatus
+from gateway.engine.engine_observer import EngineObserver
+from gateway.mesh.mesh_status import ExpertWorkerState, MeshStatus
 from gateway.sequence import DispatchStats, EngineStats, FinishReason, GenerationRequest
 
 _LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)

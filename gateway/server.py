@@ -35,20 +35,20 @@ from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_h
 from expertmesh.wire import incarnation
 from gateway.api_keys import ApiKeys
 from gateway.app import Access, build_app, make_runner
-from gateway.attention_group import AttentionGroup
-from gateway.chat_template import ChatTemplate
-from gateway.discovery import StaticDiscovery
-from gateway.dispatch_totals import DispatchTotals
-from gateway.engine import Engine
-from gateway.engine_pool import EnginePool
+from gateway.attention.group import AttentionGroup
+from gateway.engine.engine import Engine
+from gateway.engine.engine_pool import EnginePool
 from gateway.grpc_api import GrpcServer
 from gateway.listen import bind, check_free, port_error
-from gateway.membership import Membership, ServedIdentity
-from gateway.mesh_status import MeshStatus
+from gateway.mesh.discovery import StaticDiscovery
+from gateway.mesh.dispatch_totals import DispatchTotals
+from gateway.mesh.membership import Membership, ServedIdentity
+from gateway.mesh.mesh_status import MeshStatus
 from gateway.request_metrics import RequestMetrics
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.service import ApiLimits, GenerationFrontend, ServedModel
-from gateway.tokenizer import Tokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("gateway")
 

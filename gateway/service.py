@@ -23,9 +23,8 @@ from expertmesh.deep_stack import DeepStackPool
 from expertmesh.errors import EngineError, ExpertUnavailableError, RequestError, StoppingError
 from expertmesh.model_config import ModelConfig
 from expertmesh.placement import missing_pairs
-from gateway.chat_template import ChatTemplate
 from gateway.generation_options import ModelBounds
-from gateway.mesh_status import MeshStatus
+from gateway.mesh.mesh_status import MeshStatus
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.sequence import (
     EnginePort,
@@ -36,7 +35,8 @@ from gateway.sequence import (
     SamplingParams,
     Sink,
 )
-from gateway.tokenizer import Tokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 from gateway.tools.tool_format import ToolFormat
 
 P = ParamSpec("P")

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expertmesh.errors import RequestError, UnsupportedError
-from gateway.chat_template import ROLES, Message
 from gateway.generation_options import shown
 from gateway.openai.schema import ChatMessage, ContentPart
+from gateway.text.chat_template import ROLES, Message
 from gateway.tools.definitions import check_function_type, object_of
 
 

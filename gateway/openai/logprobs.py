@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.detokenizer import Detokenizer
 from gateway.sequence import TokenLogprobs
-from gateway.tokenizer import Tokenizer
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
 

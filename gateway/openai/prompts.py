@@ -8,11 +8,11 @@ from functools import partial
 from typing import TypeVar
 
 from expertmesh.errors import ContextLengthError, RequestError
-from gateway.chat_template import USUAL, TemplateOptions, texts_in
 from gateway.generation_options import check_token_ids, shown
 from gateway.openai.conversation import conversation_of
 from gateway.openai.schema import ChatMessage, CommonRequest
 from gateway.service import GenerationFrontend, ServedModel
+from gateway.text.chat_template import USUAL, TemplateOptions, texts_in
 from gateway.tools.definitions import Tool
 
 T = TypeVar("T")

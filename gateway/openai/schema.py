@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from expertmesh.errors import ModelNotFoundError, RequestError, UnsupportedError
-from gateway.chat_template import TemplateOptions
 from gateway.generation_options import GenerationOptions, NumLogprobs, convert, shown
 from gateway.service import ServedModel
+from gateway.text.chat_template import TemplateOptions
 
 MAX_CHOICES = 128
 _MAX_SALT_LEN = 128

@@ -17,7 +17,7 @@ from gateway.openai.logprobs import Json
 from gateway.openai.prompts import encode_messages
 from gateway.openai.schema import ChatMessage, check_named_model, template_options
 from gateway.service import GenerationFrontend
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from gateway.tools.definitions import parse_tool_use
 
 

@@ -18,7 +18,7 @@ from expertmesh.errors import RequestError
 from expertmesh.grammar_limits import grammar_limits
 from gateway.service import GenerationFrontend
 from gateway.structured.constraint import Constraint, Kind
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
-from gateway.detokenizer import StopStrings
+from gateway.text.detokenizer import StopStrings
 from gateway.tools.events import Event, EventWriter, TextDelta
 from gateway.tools.json_scan import (
     BLANKS,

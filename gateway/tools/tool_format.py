@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from gateway.chat_template import ChatTemplate, Message
+from gateway.text.chat_template import ChatTemplate, Message
 from gateway.tools.definitions import Choice, Tool, ToolUse
 from gateway.tools.events import EventWriter, long_id, short_id
 from gateway.tools.readers import (

@@ -93,7 +93,10 @@ def test_gateway_without_torch(text_model: Path, blocked: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("gateway.cli", ("torch", "numba", "aiohttp", "grpc", "tokenizers", "numpy", "gguf")),
+        (
+            "gateway.command.cli",
+            ("torch", "numba", "aiohttp", "grpc", "tokenizers", "numpy", "gguf"),
+        ),
         ("gateway.server", (*WORKER_ONLY, *NOBODYS)),
         ("expert_worker.__main__", (*GATEWAY_ONLY, *NOBODYS)),
         ("attention_worker.__main__", (*GATEWAY_ONLY, *NOBODYS)),

@@ -23,7 +23,7 @@ from expertmesh.settings import (
     ModelSettings,
 )
 from gateway import server
-from gateway.attention_client import AttentionClient
+from gateway.attention.client import AttentionClient
 from gateway.sequence import RequestOutput, SamplingParams
 from gateway.service import GenerationFrontend
 from tests.support.tiny_checkpoints import MIXTRAL

@@ -18,7 +18,7 @@ from attention_worker.model_runner import ModelRunner
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.model_config import DtypeName
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
-from gateway.block_hashes import BlockHashes
+from gateway.engine.block_hashes import BlockHashes
 from gateway.sequence import SamplingParams
 from tests.conftest import Models
 from tests.support.mesh import ExpertProcess, expert_workers

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from expertmesh.settings import EngineSettings
-from gateway.engine import Engine
-from gateway.engine_observer import EngineObserver
-from gateway.scheduler_limits import SchedulerLimits
+from gateway.engine.engine import Engine
+from gateway.engine.engine_observer import EngineObserver
+from gateway.engine.scheduler_limits import SchedulerLimits
 from gateway.sequence import (
     EngineStats,
     FinishReason,

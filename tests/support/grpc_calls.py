@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from expertmesh.v1 import generation_service_pb2 as pb
 from expertmesh.v1.generation_service_pb2_grpc import GenerationServiceStub
 from gateway.grpc_api import GrpcServer
-from gateway.mesh_status import MeshStatus
+from gateway.mesh.mesh_status import MeshStatus
 from gateway.service import GenerationFrontend
 from tests.support.scripted_engine import ScriptedEngine, served_model
 

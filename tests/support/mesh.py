@@ -25,7 +25,7 @@ STOP_TIMEOUT_S = 5.0
 _END_TIMEOUT_S = 10.0
 """At the end of other tests, where a busy machine must not matter."""
 
-COMMAND = ("-c", "import sys; from gateway.cli import main; sys.exit(main())")
+COMMAND = ("-c", "import sys; from gateway.command.cli import main; sys.exit(main())")
 """What the script `expertmesh` does."""
 
 

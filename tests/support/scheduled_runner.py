@@ -11,11 +11,11 @@ from torch import Tensor
 
 from attention_worker.model_runner import ModelRunner
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.request_state import RequestState
-from gateway.scheduler import Scheduler
-from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.engine.request_state import RequestState
+from gateway.engine.scheduler import Scheduler
+from gateway.engine.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.engine.step_messages import step_message, tokens_by_slot
 from gateway.sequence import GenerationRequest, SamplingParams
-from gateway.step_messages import step_message, tokens_by_slot
 
 
 class ScheduledRunner:

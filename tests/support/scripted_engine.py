@@ -24,12 +24,11 @@ from expertmesh.model_config import (
     RopeConfig,
 )
 from gateway.app import Access, build_app, make_runner
-from gateway.chat_template import ChatTemplate
-from gateway.engine_observer import EngineObserver
-from gateway.mesh_status import MeshStatus
-from gateway.output_stream import NewToken, OutputStream
+from gateway.engine.engine_observer import EngineObserver
+from gateway.engine.output_stream import NewToken, OutputStream
+from gateway.engine.request_state import RequestState
+from gateway.mesh.mesh_status import MeshStatus
 from gateway.request_metrics import RequestMetrics
-from gateway.request_state import RequestState
 from gateway.sequence import (
     EngineStats,
     FinishReason,
@@ -38,7 +37,8 @@ from gateway.sequence import (
     TokenLogprobs,
 )
 from gateway.service import ApiLimits, GenerationFrontend, ServedModel
-from gateway.tokenizer import Tokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
 CONTEXT = 512

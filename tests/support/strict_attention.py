@@ -16,7 +16,7 @@ import numpy as np
 from expertmesh.errors import ExpertUnavailableError, PeerError
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2 as expert_pb
-from gateway.scheduler_limits import SchedulerLimits
+from gateway.engine.scheduler_limits import SchedulerLimits
 
 EOS = 1
 _WAIT_S = 20.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway.chat_template import ChatTemplate
 from gateway.service import ServedModel
+from gateway.text.chat_template import ChatTemplate
 from tests.support.scripted_engine import CHATML, served_model
 
 HERMES = (

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from expertmesh import __version__
-from gateway.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
+from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
 from gateway.sequence import (
     DispatchStats,
     EngineStats,

@@ -15,7 +15,7 @@ import pytest
 from expertmesh.errors import PeerError
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import attention_service_pb2_grpc as pb_grpc
-from gateway.attention_connection import AttentionConnection
+from gateway.attention.connection import AttentionConnection
 
 WAIT_S = 10.0
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.block_hashes import BlockHashes
-from gateway.block_manager import BlockManager
+from gateway.engine.block_hashes import BlockHashes
+from gateway.engine.block_manager import BlockManager
 
 NUM_BLOCKS, SIZE = 12, 4
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from expertmesh.errors import CheckpointError, EngineError, RequestError
 from expertmesh.settings import data_home
-from gateway.chat_template import ChatTemplate
-from gateway.tokenizer import Tokenizer
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenizer import Tokenizer
 
 CHATML = (
     "{% for message in messages %}"

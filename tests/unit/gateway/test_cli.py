@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import gateway.launcher
+import gateway.command.launcher
 from expertmesh import __version__
 from expertmesh.errors import StartupError
 from expertmesh.processes import child_environment
 from expertmesh.settings import GatewaySettings
-from gateway.cli import run_command
+from gateway.command.cli import run_command
 
 HELP_WITHIN_S = 0.5
 BOMB = "bcdefghijklmnop"
@@ -47,7 +47,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
         calls.keys = keys
         return 0
 
-    monkeypatch.setattr(gateway.launcher, "serve_model", record)
+    monkeypatch.setattr(gateway.command.launcher, "serve_model", record)
     return calls
 
 
@@ -270,7 +270,7 @@ def test_start_up_error(
     def fail(*_: object, **__: object) -> int:
         raise StartupError("no room", fix="make room")
 
-    monkeypatch.setattr(gateway.launcher, "serve_model", fail)
+    monkeypatch.setattr(gateway.command.launcher, "serve_model", fail)
 
     assert run_command(["serve"]) == 1
     assert capsys.readouterr().err == "error: no room\nfix: make room\n"
@@ -299,7 +299,7 @@ def test_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     def interrupt(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gateway.launcher, "serve_model", interrupt)
+    monkeypatch.setattr(gateway.command.launcher, "serve_model", interrupt)
 
     assert run_command(["serve"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
@@ -357,7 +357,7 @@ def test_help_is_quick(arguments: list[str]) -> None:
 
     CPU time is measured, since the time on the clock depends on what else the machine does.
     """
-    code = f"from gateway.cli import run_command; run_command({arguments!r})"
+    code = f"from gateway.command.cli import run_command; run_command({arguments!r})"
     runs = [_run(code) for _ in range(3)]
 
     assert all("Usage: expertmesh" in text for _, text in runs)
@@ -367,7 +367,8 @@ def test_help_is_quick(arguments: list[str]) -> None:
 def test_help_imports_nothing_slow() -> None:
     """Neither torch nor grpc nor anything else that is slow is imported for help."""
     code = (
-        "import sys, json; from gateway.cli import run_command; run_command(['serve', '--help']);"
+        "import sys, json; from gateway.command.cli import run_command;"
+        "run_command(['serve', '--help']);"
         "print(); print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     imported = set(json.loads(_run(code)[1].splitlines()[-1]))

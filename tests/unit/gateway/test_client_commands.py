@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from expertmesh.errors import PeerError, StartupError
-from gateway.cli import run_command
-from gateway.client_commands import ClientOptions, answer, run_chat, run_complete
+from gateway.command.cli import run_command
+from gateway.command.client_commands import ClientOptions, answer, run_chat, run_complete
 
 
 def _event(body: object) -> bytes:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.deadlines import Deadlines
+from gateway.engine.deadlines import Deadlines
 from gateway.sequence import GenerationRequest, SamplingParams
 
 

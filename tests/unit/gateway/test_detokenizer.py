@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
-from gateway.detokenizer import Detokenizer, StopStrings
-from gateway.tokenizer import Tokenizer
+from gateway.text.detokenizer import Detokenizer, StopStrings
+from gateway.text.tokenizer import Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from expertmesh.errors import SettingsError
-from gateway.discovery import Addresses, StaticDiscovery
+from gateway.mesh.discovery import Addresses, StaticDiscovery
 
 
 @pytest.mark.parametrize(

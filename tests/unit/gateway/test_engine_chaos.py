@@ -12,8 +12,8 @@ import pytest
 from expertmesh.errors import EngineError, OverloadedError
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.engine import Engine
-from gateway.scheduler_limits import SchedulerLimits
+from gateway.engine.engine import Engine
+from gateway.engine.scheduler_limits import SchedulerLimits
 from gateway.sequence import EngineStats, FinishReason, GenerationRequest, SamplingParams
 from tests.support.engine_bench import WAIT_S, Answer, Bench, Recorder, wait_for
 from tests.support.strict_attention import EOS, ScriptedPort, continuation

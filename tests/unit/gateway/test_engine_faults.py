@@ -18,7 +18,7 @@ from expertmesh.errors import (
     StoppingError,
 )
 from expertmesh.settings import EngineSettings
-from gateway.engine import MAX_LOSSES
+from gateway.engine.engine import MAX_LOSSES
 from gateway.sequence import (
     EngineStats,
     FinishReason,
@@ -203,7 +203,7 @@ async def test_waiting_requests_do_not_wait_for_ever_for_an_attention_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the attention worker does not come back, queued requests end with an error."""
-    monkeypatch.setattr("gateway.engine.ATTENTION_HOLD_S", 0.2)
+    monkeypatch.setattr("gateway.engine.engine.ATTENTION_HOLD_S", 0.2)
     bench.port.auto_restart = False
     bench.port.gate.clear()
     bench.port.lose_next("gone")

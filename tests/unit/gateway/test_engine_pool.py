@@ -12,8 +12,8 @@ import pytest
 
 from expertmesh.errors import OverloadedError, RequestError
 from expertmesh.settings import EngineSettings
-from gateway.engine import Engine
-from gateway.engine_pool import EnginePool
+from gateway.engine.engine import Engine
+from gateway.engine.engine_pool import EnginePool
 from gateway.sequence import FinishReason, GenerationRequest, SamplingParams
 from tests.support.engine_bench import LIMITS, WAIT_S, Answer, wait_for
 from tests.support.strict_attention import ScriptedPort, continuation

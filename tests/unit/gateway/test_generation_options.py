@@ -16,7 +16,7 @@ from gateway.generation_options import GenerationOptions, ModelBounds, convert, 
 from gateway.openai.schema import ChatRequest, CompletionRequest
 from gateway.option_checks import bad_word_ids
 from gateway.sequence import SamplingParams
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from tests.support.openai_calls import CHAT, HELLO, TEXT, post
 from tests.support.scripted_engine import Gateway, byte_tokenizer, scripted_gateway
 

@@ -22,7 +22,7 @@ from expertmesh.errors import (
 )
 from expertmesh.v1 import generation_service_pb2 as pb
 from gateway.grpc_api import SERVICE, GrpcServer
-from gateway.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
+from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
 from gateway.sequence import EngineStats, FinishReason
 from tests.support.grpc_calls import TIMEOUT_S, Served, details_of, serving
 from tests.support.scripted_engine import CONTEXT, VOCAB_SIZE

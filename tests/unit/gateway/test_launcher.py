@@ -32,9 +32,14 @@ from expertmesh.settings import (
     MeshSettings,
     ModelSettings,
 )
-from gateway.launcher import LocalMesh, _changed_flags, check_ports, reserve_port
-from gateway.launcher_console import LogProgress, ReadyBlock, make_progress, print_ready_block
-from gateway.launcher_probe import ReadyProbe, reachable_host
+from gateway.command.launcher import LocalMesh, _changed_flags, check_ports, reserve_port
+from gateway.command.launcher_console import (
+    LogProgress,
+    ReadyBlock,
+    make_progress,
+    print_ready_block,
+)
+from gateway.command.launcher_probe import ReadyProbe, reachable_host
 
 
 def _config(num_experts: int) -> ModelConfig:

@@ -17,7 +17,7 @@ import pytest
 
 from expertmesh.errors import StartupError
 from expertmesh.processes import Child, spawn
-from gateway.launcher_supervisor import MAX_BACK_OFF_S, Member, Supervisor
+from gateway.command.launcher_supervisor import MAX_BACK_OFF_S, Member, Supervisor
 
 _PRELUDE = """
 import os, signal, sys, threading, time

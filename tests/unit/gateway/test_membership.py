@@ -22,8 +22,8 @@ from expertmesh.model_config import (
 )
 from expertmesh.placement import ExpertMap
 from expertmesh.v1 import expert_service_pb2 as pb
-from gateway.discovery import StaticDiscovery
-from gateway.membership import ExpertWorkerState, Membership, MeshStatus, ServedIdentity
+from gateway.mesh.discovery import StaticDiscovery
+from gateway.mesh.membership import ExpertWorkerState, Membership, MeshStatus, ServedIdentity
 from tests.support.watch_server import WatchServer, snapshot
 
 FINGERPRINT = bytes(range(32))
@@ -164,7 +164,7 @@ def test_a_refused_connection_is_named_and_recovers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody listens: said once, with the address; someone listens later: used at once."""
-    monkeypatch.setattr("gateway.membership.START_PATIENCE_S", 0.1)
+    monkeypatch.setattr("gateway.mesh.membership.START_PATIENCE_S", 0.1)
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]

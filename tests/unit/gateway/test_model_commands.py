@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli import run_command
+from gateway.command.cli import run_command
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from expertmesh.errors import EngineError, OverloadedError, RequestError
-from gateway.mesh_status import MeshStatus
+from gateway.mesh.mesh_status import MeshStatus
 from gateway.sequence import FinishReason, RequestOutput, SamplingParams
 from gateway.service import GenerationFrontend, Prompt
 from tests.support.scripted_engine import ScriptedEngine, served_model

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.engine_observer import EngineObserver
-from gateway.output_stream import NewToken, OutputStream
-from gateway.request_state import RequestState
+from gateway.engine.engine_observer import EngineObserver
+from gateway.engine.output_stream import NewToken, OutputStream
+from gateway.engine.request_state import RequestState
 from gateway.sequence import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from gateway.service import merge
 from tests.support.scripted_engine import byte_tokenizer

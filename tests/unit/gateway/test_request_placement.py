@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.request_placement import _MAX_PREFIXES, Place, RequestPlacement
+from gateway.engine.request_placement import _MAX_PREFIXES, Place, RequestPlacement
 
 BLOCK = 4
 PREFIX = list(range(100, 140))

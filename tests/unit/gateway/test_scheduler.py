@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertmesh.errors import ContextLengthError, RequestError
-from gateway.request_state import RequestState
-from gateway.scheduler import Scheduler
-from gateway.scheduler_limits import SchedulerLimits
+from gateway.engine.request_state import RequestState
+from gateway.engine.scheduler import Scheduler
+from gateway.engine.scheduler_limits import SchedulerLimits
+from gateway.engine.step_messages import step_message
 from gateway.sequence import GenerationRequest, SamplingParams
-from gateway.step_messages import step_message
 from tests.support.strict_attention import StrictAttention, continuation
 
 LIMITS = SchedulerLimits(

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 )
 
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.request_state import RequestState, ScheduledStep
-from gateway.scheduler import Scheduler
-from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.engine.request_state import RequestState, ScheduledStep
+from gateway.engine.scheduler import Scheduler
+from gateway.engine.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.engine.step_messages import step_message
 from gateway.sequence import GenerationRequest, SamplingParams
-from gateway.step_messages import step_message
 from tests.support.strict_attention import StrictAttention, continuation
 
 _STEMS = (tuple(range(5, 29)), tuple(range(40, 64)), (5, 6, 7, 8, 9, 10, 11, 12, *range(70, 86)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.request_state import ScheduledStep, SlotOpening
+from gateway.engine.request_state import ScheduledStep, SlotOpening
+from gateway.engine.step_messages import step_message
 from gateway.sequence import SamplingParams
-from gateway.step_messages import step_message
 
 PARAMS = SamplingParams(
     max_tokens=9,

@@ -12,8 +12,8 @@ import pytest
 
 from expertmesh.errors import DeadlineError
 from expertmesh.settings import EngineSettings
-from gateway.scheduler import Scheduler
-from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.engine.scheduler import Scheduler
+from gateway.engine.scheduler_limits import SchedulerLimits, SchedulerPolicy
 from gateway.sequence import FinishReason, GenerationRequest, SamplingParams
 from tests.support.engine_bench import IDLE, Answer, Bench, running, wait_for
 from tests.support.strict_attention import continuation

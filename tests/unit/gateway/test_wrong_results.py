@@ -14,9 +14,9 @@ import pytest
 from expertmesh.errors import EngineError, PeerError
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.request_state import RequestState, ScheduledEntry, ScheduledStep
+from gateway.engine.request_state import RequestState, ScheduledEntry, ScheduledStep
+from gateway.engine.step_results import check_result
 from gateway.sequence import FinishReason, GenerationRequest, SamplingParams
-from gateway.step_results import check_result
 from tests.support.engine_bench import IDLE, Bench, running
 from tests.support.strict_attention import continuation
 

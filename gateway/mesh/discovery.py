@@ -1,7 +1,7 @@
 """Where expert workers may be: addresses, from whatever knows them.
 
 Discovery only names addresses; what an expert worker there holds and whether it can be used is
-found out by `gateway.membership`.
+found out by `gateway.mesh.membership`.
 """
 
 from __future__ import annotations

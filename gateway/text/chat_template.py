@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from expertmesh.errors import CheckpointError, EngineError, RequestError
 from expertmesh.tokenizer_files import read_chat_template
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

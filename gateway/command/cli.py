@@ -31,10 +31,10 @@ from expertmesh.settings import (
     ModelOptions,
     ModelSettings,
 )
-from gateway.cli_config import apply_config_file, check_texts
+from gateway.command.cli_config import apply_config_file, check_texts
 
 if TYPE_CHECKING:
-    from gateway.client_commands import ClientOptions
+    from gateway.command.client_commands import ClientOptions
 
 INTERRUPTED = 130
 
@@ -106,7 +106,7 @@ def serve(
         YAML file with the names of these flags as keys.
     """
     from gateway.api_keys import collect_keys
-    from gateway.launcher import serve_model
+    from gateway.command.launcher import serve_model
 
     settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
     return serve_model(settings, ask=ask, keys=collect_keys(api_key or (), api_key_file))
@@ -143,7 +143,7 @@ def gateway(
     """
     from gateway.__main__ import run
     from gateway.api_keys import ApiKeys, collect_keys
-    from gateway.launcher import check_ports, find_model
+    from gateway.command.launcher import check_ports, find_model
 
     keys = ApiKeys.of(collect_keys(api_key or (), api_key_file))
     os.environ.update(keys.to_environment())
@@ -171,7 +171,7 @@ def expert_worker(
     config
         YAML file with the names of these flags as keys.
     """
-    from gateway.launcher import exec_expert_worker
+    from gateway.command.launcher import exec_expert_worker
 
     return exec_expert_worker(model, options, log)
 
@@ -187,7 +187,7 @@ def demo(variant: Literal["granular", "plain", "dense"] = "granular") -> int:
     """
     from expertmesh.model_tools.demo import ensure_demo_model
     from expertmesh.settings import data_home
-    from gateway.launcher_console import make_progress
+    from gateway.command.launcher_console import make_progress
 
     with make_progress() as progress:
         folder = ensure_demo_model(data_home(), variant, progress)
@@ -225,7 +225,7 @@ def upcycle(
     from expertmesh.model_tools.resolve import resolve_model
     from expertmesh.model_tools.upcycle import upcycle as make
     from expertmesh.settings import data_home
-    from gateway.launcher_console import make_progress
+    from gateway.command.launcher_console import make_progress
 
     with make_progress() as progress:
         make(
@@ -252,7 +252,7 @@ def inspect_command(model_dir: str) -> int:
     from expertmesh.model_tools.inspect import inspect_model
     from expertmesh.model_tools.resolve import resolve_model
     from expertmesh.settings import data_home
-    from gateway.launcher_console import make_progress
+    from gateway.command.launcher_console import make_progress
 
     with make_progress() as progress:
         folder = resolve_model(model_dir, data_home(), progress)
@@ -290,7 +290,7 @@ def chat(
     seed
         The same seed gives the same answer.
     """
-    from gateway.client_commands import run_chat
+    from gateway.command.client_commands import run_chat
 
     return run_chat(message, system, _client_options(url, model, max_tokens, temperature, seed))
 
@@ -322,7 +322,7 @@ def complete(
     seed
         The same seed gives the same answer.
     """
-    from gateway.client_commands import run_complete
+    from gateway.command.client_commands import run_complete
 
     return run_complete(prompt, _client_options(url, model, max_tokens, temperature, seed))
 
@@ -384,7 +384,7 @@ def _model_settings(model: str, options: ModelOptions) -> ModelSettings:
 def _client_options(
     url: str, model: str | None, max_tokens: int, temperature: float | None, seed: int | None
 ) -> ClientOptions:
-    from gateway.client_commands import ClientOptions
+    from gateway.command.client_commands import ClientOptions
 
     key = os.environ.get("EXPERTMESH_API_KEY")
     return ClientOptions(url.rstrip("/"), model, max_tokens, temperature, seed, key)

@@ -8,9 +8,9 @@ import numpy as np
 
 from expertmesh.errors import EngineError, RequestError
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.output_stream import NewToken
-from gateway.request_state import ScheduledEntry, ScheduledStep, SlotOpening
-from gateway.scheduler_limits import SchedulerLimits
+from gateway.engine.output_stream import NewToken
+from gateway.engine.request_state import ScheduledEntry, ScheduledStep, SlotOpening
+from gateway.engine.scheduler_limits import SchedulerLimits
 from gateway.sequence import SamplingParams, TokenLogprobs
 
 

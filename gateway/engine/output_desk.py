@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.engine_observer import EngineObserver
-from gateway.outbox import Outbox
-from gateway.output_stream import NewToken, OutputStream
-from gateway.request_state import RequestState
+from gateway.engine.engine_observer import EngineObserver
+from gateway.engine.outbox import Outbox
+from gateway.engine.output_stream import NewToken, OutputStream
+from gateway.engine.request_state import RequestState
 from gateway.sequence import FinishReason, GenerationRequest, RequestOutput
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 
 class OutputDesk:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.inbox import EngineLoad
-from gateway.scheduler import Scheduler
+from gateway.engine.inbox import EngineLoad
+from gateway.engine.scheduler import Scheduler
 from gateway.sequence import EngineStats
 
 

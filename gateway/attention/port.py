@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.scheduler_limits import SchedulerLimits
+from gateway.engine.scheduler_limits import SchedulerLimits
 
 
 class AttentionPort(Protocol):

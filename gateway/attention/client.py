@@ -22,10 +22,10 @@ from expertmesh.placement import ExpertMap
 from expertmesh.processes import Child, spawn
 from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.attention_connection import AttentionConnection, Observer
-from gateway.map_messages import map_message
-from gateway.scheduler_limits import SchedulerLimits
-from gateway.step_messages import limits_of
+from gateway.attention.connection import AttentionConnection, Observer
+from gateway.attention.map_messages import map_message
+from gateway.engine.scheduler_limits import SchedulerLimits
+from gateway.engine.step_messages import limits_of
 
 logger = logging.getLogger("gateway.attention")
 

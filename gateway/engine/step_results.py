@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 
 from expertmesh.errors import PeerError
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.request_state import ScheduledEntry, ScheduledStep
+from gateway.engine.request_state import ScheduledEntry, ScheduledStep
 
 _MAX_TOKEN_ID = 2**31 - 1
 

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from gateway.block_hashes import BlockHashes
+from gateway.engine.block_hashes import BlockHashes
 
 _TOKENS_PER_REQUEST = 16
 """What one running request costs others, as prompt tokens: it slows every step a little."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 

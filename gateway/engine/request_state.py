@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.block_hashes import BlockHashes
+from gateway.engine.block_hashes import BlockHashes
 from gateway.sequence import GenerationRequest, SamplingParams
 
 

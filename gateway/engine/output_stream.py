@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from gateway.detokenizer import Detokenizer
-from gateway.engine_observer import EngineObserver
-from gateway.request_state import RequestState
+from gateway.engine.engine_observer import EngineObserver
+from gateway.engine.request_state import RequestState
+from gateway.engine.token_records import prompt_logprobs_record, routed_experts_record
 from gateway.sequence import FinishReason, RequestOutput, TokenLogprobs
-from gateway.token_records import prompt_logprobs_record, routed_experts_record
-from gateway.tokenizer import Tokenizer
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.tokenizer import Tokenizer
 
 _Reading = tuple[str, FinishReason | None, str | int | None]
 """Text, why the output ends here if it does, and what ended it."""

@@ -42,9 +42,14 @@ from expertmesh.settings import (
     data_home,
 )
 from gateway.api_keys import ApiKeys
-from gateway.launcher_console import ReadyBlock, make_progress, print_answer, print_ready_block
-from gateway.launcher_probe import ReadyProbe
-from gateway.launcher_supervisor import Member, Supervisor
+from gateway.command.launcher_console import (
+    ReadyBlock,
+    make_progress,
+    print_answer,
+    print_ready_block,
+)
+from gateway.command.launcher_probe import ReadyProbe
+from gateway.command.launcher_supervisor import Member, Supervisor
 
 if TYPE_CHECKING:
     from expertmesh.model_config import ModelConfig

@@ -9,7 +9,7 @@ from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import DTYPE_CODES
-from gateway.mesh_status import ExpertWorkerState, ExpertWorkerStatus
+from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from gateway.block_hashes import BlockHashes
-from gateway.block_manager import BlockManager
-from gateway.request_state import RequestState
+from gateway.engine.block_hashes import BlockHashes
+from gateway.engine.block_manager import BlockManager
+from gateway.engine.request_state import RequestState
 
 
 class PrefixCache(Protocol):

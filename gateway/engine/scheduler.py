@@ -27,10 +27,10 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from expertmesh.errors import RequestError
-from gateway.block_manager import BlockManager
-from gateway.prefix_cache import HashedPrefixCache, NoPrefixCache, PrefixCache
-from gateway.request_state import RequestState, ScheduledEntry, ScheduledStep, SlotOpening
-from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.engine.block_manager import BlockManager
+from gateway.engine.prefix_cache import HashedPrefixCache, NoPrefixCache, PrefixCache
+from gateway.engine.request_state import RequestState, ScheduledEntry, ScheduledStep, SlotOpening
+from gateway.engine.scheduler_limits import SchedulerLimits, SchedulerPolicy
 from gateway.sequence import GenerationRequest
 
 _turn = attrgetter("turn")

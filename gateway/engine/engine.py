@@ -32,21 +32,21 @@ from expertmesh.errors import (
 )
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.attention_port import AttentionPort
-from gateway.deadlines import Deadlines
-from gateway.engine_load import EngineCounters, engine_stats, queue_load
-from gateway.engine_observer import EngineObserver
-from gateway.expert_hold import ExpertHold, unavailable_error
-from gateway.inbox import Commands, Inbox, QueueLimits
-from gateway.output_desk import OutputDesk
-from gateway.request_state import RequestState, ScheduledStep
-from gateway.scheduler import Scheduler
-from gateway.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.attention.port import AttentionPort
+from gateway.engine.deadlines import Deadlines
+from gateway.engine.engine_load import EngineCounters, engine_stats, queue_load
+from gateway.engine.engine_observer import EngineObserver
+from gateway.engine.expert_hold import ExpertHold, unavailable_error
+from gateway.engine.inbox import Commands, Inbox, QueueLimits
+from gateway.engine.output_desk import OutputDesk
+from gateway.engine.request_state import RequestState, ScheduledStep
+from gateway.engine.scheduler import Scheduler
+from gateway.engine.scheduler_limits import SchedulerLimits, SchedulerPolicy
+from gateway.engine.step_messages import slot_errors, tokens_by_slot
+from gateway.engine.step_pipeline import StepPipeline
+from gateway.engine.step_results import check_result
 from gateway.sequence import EngineStats, GenerationRequest
-from gateway.step_messages import slot_errors, tokens_by_slot
-from gateway.step_pipeline import StepPipeline
-from gateway.step_results import check_result
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("gateway.engine")
 

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from expertmesh.errors import OverloadedError, RequestError
-from gateway.engine import Engine
-from gateway.request_placement import Place, RequestPlacement
-from gateway.scheduler_limits import SchedulerLimits
+from gateway.engine.engine import Engine
+from gateway.engine.request_placement import Place, RequestPlacement
+from gateway.engine.scheduler_limits import SchedulerLimits
 from gateway.sequence import DispatchStats, EngineStats, GenerationRequest, RequestOutput
 
 

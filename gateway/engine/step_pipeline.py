@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from expertmesh.errors import PeerError
 from expertmesh.v1 import attention_service_pb2 as pb
-from gateway.attention_port import AttentionPort
-from gateway.request_state import ScheduledStep
-from gateway.scheduler import Scheduler
-from gateway.step_messages import step_message
+from gateway.attention.port import AttentionPort
+from gateway.engine.request_state import ScheduledStep
+from gateway.engine.scheduler import Scheduler
+from gateway.engine.step_messages import step_message
 
 _STEP_LIMIT_SHARE = 0.9  # its own time limit, so that it answers before it counts as hung
 

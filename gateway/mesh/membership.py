@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from expertmesh.model_config import ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
-from gateway.discovery import Addresses, Discovery
-from gateway.expert_watcher import ExpertWatcher
-from gateway.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
-from gateway.worker_report import ServedIdentity, read_snapshot
+from gateway.mesh.discovery import Addresses, Discovery
+from gateway.mesh.expert_watcher import ExpertWatcher
+from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
+from gateway.mesh.worker_report import ServedIdentity, read_snapshot
 
 __all__ = ["ExpertWorkerState", "ExpertWorkerStatus", "Membership", "MeshStatus", "ServedIdentity"]
 

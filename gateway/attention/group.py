@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from expertmesh.placement import ExpertMap
 from expertmesh.settings import AttentionWorkerSettings
-from gateway.attention_client import AttentionClient
-from gateway.attention_connection import Observer
+from gateway.attention.client import AttentionClient
+from gateway.attention.connection import Observer
 
 
 class AttentionGroup:

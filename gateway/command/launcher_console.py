@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from expertmesh.errors import ExpertMeshError
 from expertmesh.processes import write_error
 from expertmesh.settings import GatewaySettings
-from gateway.launcher_probe import ReadyProbe, http_port
-from gateway.launcher_supervisor import Member
+from gateway.command.launcher_probe import ReadyProbe, http_port
+from gateway.command.launcher_supervisor import Member
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -189,7 +189,7 @@ def print_ready_block(block: ReadyBlock) -> None:
 
 def print_answer(http_url: str, question: str, api_key: str | None) -> None:
     """Streams the model's answer to standard output; an error is written, not raised."""
-    from gateway.client_commands import ClientOptions, answer
+    from gateway.command.client_commands import ClientOptions, answer
 
     sys.stdout.write(f"\n> {question}\n")
     options = ClientOptions(

@@ -1,7 +1,8 @@
 """Watches one expert worker: keeps its Watch stream open and reports what comes or why not.
 
-Thread: `watch-<address>`, owned by `gateway.membership`, which also calls `check` now and then: a
-stream read has no time limit of its own, so a hung or cut off expert worker is found by that.
+Thread: `watch-<address>`, owned by `gateway.mesh.membership`, which also calls `check` now and
+then: a stream read has no time limit of its own, so a hung or cut off expert worker is found by
+that.
 """
 
 from __future__ import annotations

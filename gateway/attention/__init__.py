@@ -1,0 +1,1 @@
+"""Attention workers as child processes, and the streams to them."""

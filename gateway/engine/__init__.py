@@ -1,0 +1,1 @@
+"""From requests to tokens: scheduling, KV blocks, steps, outputs."""

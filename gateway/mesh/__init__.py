@@ -1,0 +1,1 @@
+"""Where expert workers are, and what they hold."""
