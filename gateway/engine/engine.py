@@ -122,12 +122,13 @@ class Engine:
         """Queues a request; its outputs go to its sink, the last one with a finish reason.
 
         Raises:
-            OverloadedError: Too much waits, or requests cannot be taken at the moment.
+            OverloadedError: Too much waits, or the attention worker stays away.
             RequestError: It can never fit, or its id is in use.
         """
         self._limits.check_fits(len(request.prompt_token_ids))
-        if self._down_since_s is not None:
-            raise OverloadedError("the attention worker is restarting", retry_after_s=5.0)
+        down_since_s = self._down_since_s
+        if down_since_s is not None and time.monotonic() - down_since_s >= ATTENTION_HOLD_S:
+            raise OverloadedError("the attention worker is down", retry_after_s=5.0)
         self._inbox.put_request(request)
 
     def cancel(self, request_id: str) -> None:

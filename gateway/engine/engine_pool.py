@@ -46,14 +46,14 @@ class EnginePool:
         """Queues a request with the engine that suits it best, or the next that takes it.
 
         Raises:
-            OverloadedError: Too much waits everywhere, or no attention worker is up.
+            OverloadedError: Too much waits everywhere, or no attention worker comes back.
             RequestError: It can never fit, or its id is in use.
         """
         if request.request_id in self._place_of:
             message = f"request id {request.request_id!r} is in use"
             raise RequestError(message, param="request_id")
         prompt, salt = request.prompt_token_ids, request.cache_salt
-        refusal = OverloadedError("the attention worker is restarting", retry_after_s=5.0)
+        refusal = OverloadedError("no attention worker takes requests", retry_after_s=5.0)
         for place in self._rank(request):
             with self._lock:
                 self._placement.enter(place, prompt, salt)
@@ -123,7 +123,9 @@ class EnginePool:
             self._placement.leave(place)
 
     def _rank(self, request: GenerationRequest) -> list[Place]:
-        usable = [index for index, engine in enumerate(self._engines) if engine.ready]
+        """Places, best first: those that are up; if none is, all, as they are being restarted."""
+        everyone = range(len(self._engines))
+        usable = [index for index in everyone if self._engines[index].ready] or list(everyone)
         with self._lock:
             for index, engine in enumerate(self._engines):
                 if engine.num_lives != self._lives[index]:

@@ -175,12 +175,27 @@ async def test_a_request_that_kills_attention_workers_ends(bench: Bench) -> None
 
 
 async def test_the_death_of_an_idle_attention_worker_is_noticed(bench: Bench) -> None:
-    """Without requests too: not ready, requests refused at once, ready again afterwards."""
+    """Without requests too: not ready; what is asked meanwhile waits, and is served afterwards."""
     bench.port.auto_restart = False
     bench.port.die()
     await bench.until_ready(False)
     assert bench.port.restarts == ["attention worker ended"]
-    with pytest.raises(OverloadedError, match="restarting"):
+    answer = bench.ask("a", [1])
+    bench.port.revive(LIMITS)
+    await bench.until_ready(True)
+    assert (await answer.end()).finish_reason is FinishReason.LENGTH
+    assert answer.token_ids == continuation([1], 4)
+
+
+async def test_requests_are_refused_once_an_attention_worker_stays_away(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the hold time nobody waits any more; one that comes back is used."""
+    monkeypatch.setattr("gateway.engine.engine.ATTENTION_HOLD_S", 0.0)
+    bench.port.auto_restart = False
+    bench.port.die()
+    await bench.until_ready(False)
+    with pytest.raises(OverloadedError, match="the attention worker is down"):
         bench.ask("a", [1])
     bench.port.revive(LIMITS)
     await bench.until_ready(True)
