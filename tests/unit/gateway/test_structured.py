@@ -262,5 +262,5 @@ async def test_a_model_without_tokenizer_says_so(session: aiohttp.ClientSession)
 
 def test_the_command_line_does_not_load_the_library() -> None:
     """llguidance is loaded by the first constraint, not by the start of the gateway."""
-    code = "import sys, gateway.app, gateway.cli; sys.exit('llguidance' in sys.modules)"
+    code = "import sys, gateway.app, gateway.command.cli; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
