@@ -119,13 +119,14 @@ def gateway(
     options: ModelFlags = _MODEL_OPTIONS,
     http: HttpFlags = _DEFAULTS.http,
     experts: Annotated[str, Parameter(group=_EXPERTS)] = MeshSettings.experts,
+    attention_workers: Annotated[int, Parameter(group=_EXPERTS)] = MeshSettings.attention_workers,
     engine: EngineFlags = _DEFAULTS.engine,
     log: LogFlags = _DEFAULTS.log,
     api_key: ApiKeyFlags = None,
     api_key_file: ApiKeyFile = None,
     config: ConfigFlag = None,
 ) -> int:
-    """Start a gateway with its attention worker; expert workers run elsewhere.
+    """Start a gateway with its attention workers; expert workers run elsewhere.
 
     Parameters
     ----------
@@ -133,6 +134,9 @@ def gateway(
         Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
     experts
         host:port,... of the expert workers; local: experts inside the attention worker.
+    attention_workers
+        Attention workers, each with its own KV cache; requests go where their prefix is cached or
+        least is to be done.
     api_key
         Key that callers must show; may be repeated. Others on this machine can read flags: better
         name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
@@ -147,7 +151,7 @@ def gateway(
 
     keys = ApiKeys.of(collect_keys(api_key or (), api_key_file))
     os.environ.update(keys.to_environment())
-    mesh = MeshSettings(experts=experts)
+    mesh = MeshSettings(experts=experts, attention_workers=attention_workers)
     settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
     check_ports(settings.http)
     settings, _ = find_model(settings)

@@ -11,6 +11,7 @@ import anthropic
 import openai
 import pytest
 import yaml
+from langchain_core.messages import AIMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
@@ -226,7 +227,9 @@ def test_langchain_structured(chat_model: ChatOpenAI) -> None:
     city = chat_model.with_structured_output(City, method="json_schema").invoke(QUESTION)
     assert isinstance(city, City)
     with_tool = chat_model.bind_tools([TOOL], tool_choice="get_weather")
-    (call,) = with_tool.invoke("How is the weather in Rome?").tool_calls  # type: ignore[attr-defined]
+    answer = with_tool.invoke("How is the weather in Rome?")
+    assert isinstance(answer, AIMessage)
+    (call,) = answer.tool_calls
     assert call["name"] == "get_weather"
     assert call["args"]["city"] in ("Rome", "Paris")
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import anthropic
 import openai
 import pytest
+from anthropic.types import ToolParam
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.conftest import Models
@@ -198,7 +199,9 @@ def test_the_clients(server: Server) -> None:
             model=model,
             max_tokens=500,
             messages=[{"role": "user", "content": "car?"}],
-            tools=[{"name": "build", "input_schema": Part.model_json_schema()}],  # type: ignore[typeddict-item]
+            tools=[
+                ToolParam(name="build", input_schema={**Part.model_json_schema(), "type": "object"})
+            ],
             tool_choice={"type": "tool", "name": "build"},
         )
     (block,) = message.content

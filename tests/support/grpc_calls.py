@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
@@ -35,9 +36,9 @@ class Served:
         """The client."""
         return GenerationServiceStub(self.channel)
 
-    async def generate(self, **fields: object) -> list[pb.GenerateResponse]:
+    async def generate(self, **fields: Any) -> list[pb.GenerateResponse]:
         """All responses of a call."""
-        call = self.stub.Generate(pb.GenerateRequest(**fields), timeout=TIMEOUT_S)  # type: ignore[arg-type]
+        call = self.stub.Generate(pb.GenerateRequest(**fields), timeout=TIMEOUT_S)
         return [response async for response in call]
 
     async def refused(self, **fields: object) -> tuple[grpc.StatusCode, list[object]]:
@@ -68,11 +69,10 @@ async def serving(*, tokenizer: bool = True) -> AsyncIterator[Served]:
     engine = ScriptedEngine(model.tokenizer)
     frontend = GenerationFrontend(engine, model, lambda: served.mesh)
     server = GrpcServer(frontend, "127.0.0.1", 0)
-    served = Served(engine, frontend, MeshStatus(epoch=1), None, 0)  # type: ignore[arg-type]
-    served.port = await server.start()
+    port = await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
-            served.channel = channel
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            served = Served(engine, frontend, MeshStatus(epoch=1), channel, port)
             yield served
     finally:
         frontend.close()

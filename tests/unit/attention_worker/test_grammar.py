@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -41,9 +41,9 @@ OBJECT = LLMatcher.grammar_from_json_schema(
 )
 
 
-def _spec(grammar: str, **fields: object) -> pb.SamplingSpec:
-    values: dict[str, object] = {"temperature": 1.0, "seed": 4, "stop_token_ids": [EOS]}
-    return pb.SamplingSpec(grammar=grammar, **(values | fields))  # type: ignore[arg-type]
+def _spec(grammar: str, **fields: Any) -> pb.SamplingSpec:
+    values: dict[str, Any] = {"temperature": 1.0, "seed": 4, "stop_token_ids": [EOS]}
+    return pb.SamplingSpec(grammar=grammar, **(values | fields))
 
 
 class _Runners:
@@ -52,8 +52,8 @@ class _Runners:
     def __init__(self) -> None:
         self._made: list[ModelRunner] = []
 
-    def __call__(self, *args: object, **fields: object) -> ModelRunner:
-        runner = make_runner(*args, **fields)  # type: ignore[arg-type]
+    def __call__(self, *args: Any, **fields: Any) -> ModelRunner:
+        runner = make_runner(*args, **fields)
         self._made.append(runner)
         return runner
 

@@ -373,27 +373,6 @@ def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
-def test_tokenizer_files_are_optional(tmp_path: Path) -> None:
-    """Template and special tokens come from where transformers keeps them."""
-    folder = save_folder(tmp_path, LLAMA_CONFIG, llama_tensors())
-    checkpoint = Checkpoint.open(folder)
-    assert (
-        checkpoint.tokenizer_path,
-        checkpoint.chat_template(),
-        checkpoint.special_tokens(),
-    ) == (None, None, {})
-    settings = {
-        "eos_token": {"content": "<e>"},
-        "bos_token": "<b>",
-        "chat_template": [{"name": "default", "template": "D"}, {"name": "rag", "template": "R"}],
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert checkpoint.chat_template() == "D"
-    assert checkpoint.special_tokens() == {"eos_token": "<e>", "bos_token": "<b>"}
-    (folder / "chat_template.jinja").write_text("J")
-    assert checkpoint.chat_template() == "J"
-
-
 def _relabel(path: Path, old: str, new: str) -> None:
     """Changes a type code in the header of a safetensors file."""
     data = path.read_bytes()

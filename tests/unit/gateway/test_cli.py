@@ -70,6 +70,17 @@ def test_defaults_are_those_of_the_settings(served: Served) -> None:
     assert served.ask is None
 
 
+def test_a_gateway_alone_takes_attention_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `serve` does; nothing is started."""
+    started: list[GatewaySettings] = []
+    monkeypatch.setattr(gateway.command.launcher, "check_ports", lambda http: None)
+    monkeypatch.setattr(gateway.command.launcher, "find_model", lambda found: (found, None))
+    monkeypatch.setattr("gateway.__main__.run", lambda found: started.append(found) or 0)
+    assert run_command(["gateway", "--experts", "a:1", "--attention-workers", "3"]) == 0
+    (settings,) = started
+    assert (settings.mesh.experts, settings.mesh.attention_workers) == ("a:1", 3)
+
+
 def test_file_overrides_defaults(served: Served, config: Path) -> None:
     """Keys of the file are the names of the flags, with dashes or underscores."""
     assert run_command(["serve", "--config", str(config)]) == 0
@@ -182,6 +193,7 @@ def test_a_wrong_key_is_not_shown(
         (["serve", "--prot", "1"], "Unknown option: --prot. Did you mean --port?"),
         (["serve", "--dtype", "int8"], "dtype"),
         (["serve", "--attention-workers", "0"], "attention_workers is 0, expected"),
+        (["gateway", "--attention-workers", "0"], "attention_workers is 0, expected"),
         (["serve", "--experts", "a"], "experts has 'a', expected host:port"),
         (["sevre"], 'Unknown command "sevre"'),
         (["model", "upcycle"], "requires an argument"),
@@ -249,12 +261,12 @@ def test_wrong_file(
 
 
 def test_longer_variable_is_not_a_shorter_flag(
-    monkeypatch: pytest.MonkeyPatch, served: Served
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served
 ) -> None:
     """EXPERTMESH_EXPERTS_HOLD_S does not leak into --experts, nor an unknown one into any flag."""
     monkeypatch.setenv("EXPERTMESH_EXPERTS_HOLD_S", "3")
     monkeypatch.setenv("EXPERTMESH_PORT_OF_CALL", "x")
-    monkeypatch.setenv("EXPERTMESH_HOME", "/tmp/x")
+    monkeypatch.setenv("EXPERTMESH_HOME", str(tmp_path))
 
     assert run_command(["serve"]) == 0
 

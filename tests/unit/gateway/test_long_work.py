@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import aiohttp
 import pytest
@@ -48,9 +49,9 @@ async def test_large_answers_are_made_outside_of_the_event_loop(
     names: list[str] = []
     whole = CompletionAnswer.whole
 
-    def watched(answer: CompletionAnswer, *args: object) -> object:
+    def watched(answer: CompletionAnswer, *args: Any) -> object:
         names.append(threading.current_thread().name)
-        return whole(answer, *args)  # type: ignore[arg-type]
+        return whole(answer, *args)
 
     monkeypatch.setattr(CompletionAnswer, "whole", watched)
     body = {"prompt": [65] * length, "prompt_logprobs": 3, "max_tokens": 1}

@@ -244,12 +244,12 @@ async def test_the_client_of_anthropic(client: anthropic.AsyncAnthropic, gateway
 async def test_tool_choice(gateway: Gateway, session: aiohttp.ClientSession) -> None:
     """tool and any are obliged by a grammar; none hides the tools."""
     gateway.engine.answer = '{"town": "Rome"}'
-    choice = {"type": "tool", "name": "get_weather"}
+    choice: dict[str, object] = {"type": "tool", "name": "get_weather"}
     body = {**ASK, "tools": [WEATHER], "tool_choice": choice}
     _, answer = await post(session, gateway, PATH, body)
     assert answer["content"][0]["input"] == {"town": "Rome"}
     gateway.engine.answer = '{"name": "get_weather", "arguments": {"town": "Rome"}}'
-    choice = {"type": "any", "disable_parallel_tool_use": True}  # type: ignore[dict-item]
+    choice = {"type": "any", "disable_parallel_tool_use": True}
     _, answer = await post(session, gateway, PATH, {**body, "tool_choice": choice})
     assert answer["content"][0]["input"] == {"town": "Rome"}
     assert all(request.params.grammar for request in gateway.engine.requests)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import openai
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from expertmesh.errors import RequestError
 from gateway.structured.constraint import Constraint, parse_constraint
@@ -18,7 +17,16 @@ from gateway.tools.constraints import content_or_calls, tool_constraint
 from gateway.tools.definitions import ToolUse, parse_tool_use
 from gateway.tools.events import collect
 from tests.support.openai_calls import CHAT, events, post
-from tests.support.scripted_engine import Gateway, byte_tokenizer, scripted_gateway
+from tests.support.scripted_engine import Gateway, scripted_gateway
+from tests.support.tool_requests import (
+    ASK,
+    CALL,
+    CLOCK,
+    TOKENIZER,
+    VOCABULARY,
+    function,
+    use_of,
+)
 from tests.support.tool_templates import (
     HERMES,
     LLAMA,
@@ -26,30 +34,6 @@ from tests.support.tool_templates import (
     PLAIN,
     tool_model,
 )
-
-TOKENIZER = byte_tokenizer()
-VOCABULARY = LLTokenizer(TOKENIZER.definition, eos_token=TOKENIZER.eos_ids[0])
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather in a town",
-        "parameters": {
-            "type": "object",
-            "properties": {"town": {"$ref": "#/$defs/town"}},
-            "required": ["town"],
-            "additionalProperties": False,
-            "$defs": {"town": {"enum": ["Köln", "Rome"]}},
-        },
-    },
-}
-CLOCK = {"type": "function", "function": {"name": "clock"}}
-ASK: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "weather?"}],
-    "tools": [WEATHER, CLOCK],
-}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Köln"}}\n</tool_call>'
 
 
 @pytest.fixture
@@ -203,11 +187,6 @@ async def test_a_required_call(gateway: Gateway, session: aiohttp.ClientSession)
     assert accepts(use_of(tool_choice="required"), gateway.engine.answer)
 
 
-def use_of(**fields: object) -> ToolUse:
-    """Tools of a request."""
-    return parse_tool_use({"tools": [WEATHER, CLOCK], **fields})
-
-
 def accepts(use: ToolUse, text: str) -> bool:
     """True if the grammar of tools that must be called allows a text."""
     constraint = tool_constraint(use)
@@ -254,11 +233,6 @@ async def test_a_bad_schema_names_its_tool(
     status, answer = await post(session, gateway, CHAT, body)
     assert (status, answer["error"]["code"]) == (400, "invalid_grammar")
     assert answer["error"]["param"] == "tools.1.function.parameters"
-
-
-def function(**fields: object) -> dict[str, object]:
-    """A request with one tool."""
-    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
 
 
 BAD: list[tuple[dict[str, object], str]] = [
