@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.api_keys import ApiKeys, bearer_key
 from gateway.cors import Cors
+from gateway.messages.errors import PREFIX as MESSAGES_PREFIX
 from gateway.messages.errors import in_style_of
 from gateway.messages.handlers import MessagesHandlers
 from gateway.openai.body import BodyError
@@ -31,8 +32,6 @@ from gateway.status_handlers import OPEN_PATHS, StatusHandlers, load_header
 
 _log = logging.getLogger(__name__)
 
-_ANTHROPIC = "/v1/messages"
-"""Clients of this endpoint send their key in a header of its own."""
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -134,7 +133,7 @@ class _Door:
         if request.path in OPEN_PATHS:
             return
         key = bearer_key(request.headers.get("Authorization"))
-        if key is None and request.path.startswith(_ANTHROPIC):
+        if key is None and request.path.startswith(MESSAGES_PREFIX):
             key = request.headers.get("x-api-key")
         self._keys.check(key)
 

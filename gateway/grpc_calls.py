@@ -27,7 +27,13 @@ from gateway.openai.prompts import (
     make_truncation,
 )
 from gateway.openai.schema import ChatMessage, check_cache_salt, check_model
-from gateway.option_checks import bad_word_ids, check_min_tokens, check_options
+from gateway.option_checks import (
+    bad_word_ids,
+    check_min_tokens,
+    check_options,
+    check_prompt_start,
+    check_routed_experts,
+)
 from gateway.sequence import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from gateway.service import GenerationFrontend, Prompt
 from gateway.structured.constraint import Constraint, constraint_of
@@ -130,12 +136,8 @@ class GenerateCall:
             raise
 
     def _params(self, options: _Options, max_tokens: int) -> SamplingParams:
-        if options.return_routed_experts and not self._model.config.moe_layers:
-            raise RequestError("this model has no routed experts", param="return_routed_experts")
-        if options.routed_experts_prompt_start > len(self._prompt):
-            name = "routed_experts_prompt_start"
-            start = options.routed_experts_prompt_start
-            raise RequestError(f"{name} is {start}; the prompt has {len(self._prompt)}", param=name)
+        check_routed_experts(options.return_routed_experts, self._model.config)
+        check_prompt_start(options.routed_experts_prompt_start, len(self._prompt))
         self._model.sampling_defaults.fill(options)
         return sampling_params(
             options,

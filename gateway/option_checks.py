@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from expertmesh.errors import RequestError
+from expertmesh.model_config import ModelConfig
 from gateway.generation_options import GenerationOptions, ModelBounds, shown
 from gateway.text.tokenizer import Tokenizer
 
@@ -132,3 +133,28 @@ def _spellings(word: str, tokenizer: Tokenizer) -> Iterable[tuple[int, ...]]:
         yield plain
     if spaced and (not plain or spaced[-len(plain) :] != plain):
         yield spaced
+
+
+def check_routed_experts(wanted: bool, config: ModelConfig) -> None:
+    """Refuses to return what the model does not have.
+
+    Raises:
+        RequestError: No layer has routed experts.
+    """
+    if wanted and not config.moe_layers:
+        raise RequestError(
+            "this model has no routed experts",
+            param="return_routed_experts",
+            code="unsupported_by_model",
+        )
+
+
+def check_prompt_start(start: int, num_prompt_tokens: int) -> None:
+    """Refuses to leave out more experts than those of the prompt.
+
+    Raises:
+        RequestError: `routed_experts_prompt_start` is behind the prompt.
+    """
+    if start > num_prompt_tokens:
+        param = "routed_experts_prompt_start"
+        raise RequestError(f"{param} is {start}; the prompt has {num_prompt_tokens}", param=param)

@@ -195,11 +195,10 @@ class EngineCollector(_ReadWhenScraped):
     def collect(self) -> Iterator[Metric]:
         """Gauges of the moment."""
         stats = self._stats()
-        usage = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
         gauges: dict[str, tuple[str, float]] = {
             "num_requests_running": ("Requests being computed", stats.num_running),
             "num_requests_waiting": ("Requests waiting", stats.num_waiting),
-            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1", usage),
+            "kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1", stats.kv_cache_usage),
             "kv_blocks_used": ("KV blocks in use", stats.kv_blocks_used),
             "kv_blocks_total": ("KV blocks", stats.kv_blocks_total),
             "request_slots_used": ("Request slots in use", stats.request_slots_used),

@@ -165,6 +165,11 @@ class EngineStats:
     """Part of them that was accepted."""
     dispatch: tuple[DispatchStats, ...] = ()
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV blocks in use, 0 to 1."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
 
 class EnginePort(Protocol):
     """What the APIs need of the engine; every method may be called from any thread."""

@@ -67,7 +67,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time."""
 
-    @property
+    @cached_property
     def bounds(self) -> ModelBounds:
         """What the model allows in a request."""
         return ModelBounds(self.config.vocab_size, self.max_model_len, self.tokenizer)
@@ -77,7 +77,7 @@ class ServedModel:
         """How the model is told of tools and calls them."""
         return ToolFormat(self.chat_template)
 
-    @property
+    @cached_property
     def system_fingerprint(self) -> str:
         """Changes if the server may answer the same request differently."""
         return "-".join(filter(None, ("expertmesh", __version__, self.fingerprint[:8])))

@@ -97,11 +97,6 @@ def _encoder(accept: str) -> tuple[Encoder, str]:
         return choose_encoder("")
 
 
-def kv_cache_usage(stats: EngineStats) -> float:
-    """Share of the KV blocks in use, 0 to 1."""
-    return stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-
-
 def load_header(wanted: str, stats: EngineStats) -> str | None:
     """The load for load balancers that read it with each answer, as ORCA has it.
 
@@ -113,7 +108,7 @@ def load_header(wanted: str, stats: EngineStats) -> str | None:
         Value of the header `endpoint-load-metrics`; None for an unknown format.
     """
     metrics = {
-        "kv_cache_usage_perc": kv_cache_usage(stats),
+        "kv_cache_usage_perc": stats.kv_cache_usage,
         "num_requests_running": float(stats.num_running),
         "num_requests_waiting": float(stats.num_waiting),
     }

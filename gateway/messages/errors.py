@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import orjson
 
 from gateway.openai.errors import ApiError
@@ -30,15 +28,14 @@ class MessagesError(ApiError):
     @classmethod
     def of(cls, error: ApiError) -> MessagesError:
         """The same error."""
-        return cls(**{field.name: getattr(error, field.name) for field in fields(error)})
+        return cls(**vars(error))
 
     def event(self) -> Json:
         """The error as an object, which is an event of a stream as well."""
-        inner = orjson.loads(super().envelope())["error"]
         kind = _TYPE_OF_STATUS.get(self.status)
         if kind is None:
             kind = "invalid_request_error" if self.status < 500 else "api_error"
-        return {"type": "error", "error": {**inner, "type": kind}}
+        return {"type": "error", "error": {**self.fields(), "type": kind}}
 
     def envelope(self) -> bytes:
         """The JSON body; parameter and code are there as well."""

@@ -47,18 +47,21 @@ class ApiError:
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    def envelope(self) -> bytes:
-        """The JSON body."""
+    def fields(self) -> dict[str, object]:
+        """What the client is told, fit to be sent."""
         message = self.message
         if len(message) > _MAX_MESSAGE_LEN:
             message = f"{message[:_MAX_MESSAGE_LEN]}..."
-        error = {
+        return {
             "message": _printable(message),
             "type": self.type,
             "param": None if self.param is None else _printable(self.param),
             "code": self.code,
         }
-        return orjson.dumps({"error": error})
+
+    def envelope(self) -> bytes:
+        """The JSON body."""
+        return orjson.dumps({"error": self.fields()})
 
     def response(self) -> web.Response:
         """The whole answer."""

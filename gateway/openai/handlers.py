@@ -8,7 +8,6 @@ from dataclasses import replace
 import orjson
 from aiohttp import web
 
-from expertmesh.errors import RequestError
 from gateway.generation_options import OutputLimit, choice_params, sampling_params
 from gateway.openai.answers import Answer, AnswerOptions, ChatAnswer
 from gateway.openai.body import read_json
@@ -29,7 +28,7 @@ from gateway.openai.schema import (
     parse_completion,
 )
 from gateway.openai.tool_answer import ToolChatAnswer
-from gateway.option_checks import bad_word_ids, check_min_tokens, check_options
+from gateway.option_checks import bad_word_ids, check_min_tokens, check_options, check_prompt_start
 from gateway.sequence import FinishReason, RequestOutput
 from gateway.service import (
     GenerationFrontend,
@@ -192,7 +191,7 @@ def engine_prompts(
     )
     prompts: list[Prompt] = []
     for token_ids in answer.prompts:
-        check_prompt_start(body, len(token_ids))
+        check_prompt_start(body.routed_experts_prompt_start or 0, len(token_ids))
         max_tokens = limit.resolve(len(token_ids), bounds.max_model_len)
         check_min_tokens(body, max_tokens)
         for choice in range(options.num_choices):
@@ -206,17 +205,6 @@ def engine_prompts(
             )
             prompts.append(prompt)
     return prompts
-
-
-def check_prompt_start(body: CommonRequest, num_prompt_tokens: int) -> None:
-    """Refuses to leave out more experts than those of the prompt.
-
-    Raises:
-        RequestError: `routed_experts_prompt_start` is behind the prompt.
-    """
-    if (start := body.routed_experts_prompt_start or 0) > num_prompt_tokens:
-        param = "routed_experts_prompt_start"
-        raise RequestError(f"{param} is {start}; the prompt has {num_prompt_tokens}", param=param)
 
 
 async def collect_outputs(stream: GenerationStream, num_choices: int) -> list[RequestOutput]:

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from expertmesh.errors import ModelNotFoundError, RequestError, UnsupportedError
 from gateway.generation_options import GenerationOptions, NumLogprobs, convert, shown
+from gateway.option_checks import check_routed_experts
 from gateway.service import ServedModel
 from gateway.text.chat_template import TemplateOptions
 
@@ -249,12 +250,7 @@ def _check_common(request: CommonRequest, model: ServedModel) -> None:
         )
     if request.cache_salt is not None:
         check_cache_salt(request.cache_salt)
-    if request.return_routed_experts and not model.config.moe_layers:
-        raise RequestError(
-            "this model has no routed experts",
-            param="return_routed_experts",
-            code="unsupported_by_model",
-        )
+    check_routed_experts(bool(request.return_routed_experts), model.config)
 
 
 def check_cache_salt(salt: str, param: str = "cache_salt") -> None:

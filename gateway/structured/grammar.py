@@ -72,16 +72,16 @@ def make_grammar(constraint: Constraint, tokenizer: Tokenizer) -> str:
     Raises:
         RequestError: It cannot be used; says why.
     """
+    try:
+        vocabulary = tokenizer.grammar_vocabulary  # made once: no grammar is charged for it
+    except ValueError as error:
+        raise _not_by_model(constraint, "has a tokenizer that grammars cannot use") from error
     started_s = time.thread_time()
     try:
         grammar = _WRITERS[constraint.kind](constraint)
     except Exception as error:  # the GBNF converter raises bare exceptions for what users wrote
         message = f"{constraint.param} cannot be read: {_readable(str(error))}"
         raise _refused(constraint, message) from error
-    try:
-        vocabulary = tokenizer.grammar_vocabulary
-    except ValueError as error:
-        raise _not_by_model(constraint, "has a tokenizer that grammars cannot use") from error
     reason = _trial(grammar, vocabulary)
     if reason:
         raise _refused(constraint, f"{constraint.param} cannot be used: {_readable(reason)}")

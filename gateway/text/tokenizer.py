@@ -49,6 +49,8 @@ class Tokenizer:
     def from_checkpoint(cls, model_dir: Path) -> Tokenizer | None:
         """The tokenizer of a model folder; None if the folder has none.
 
+        What takes long for a large vocabulary is made here, and not by the first request.
+
         Raises:
             CheckpointError: `tokenizer.json` or `tokenizer_config.json` cannot be used.
         """
@@ -56,9 +58,11 @@ class Tokenizer:
         if not path.is_file():
             return None
         try:
-            return cls(path.read_text(encoding="utf-8"), read_config(model_dir))
+            made = cls(path.read_text(encoding="utf-8"), read_config(model_dir))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"weights: {path}: {error}") from error
+        _ = made.max_token_len, made._plain_continued
+        return made
 
     @property
     def definition(self) -> str:
