@@ -12,6 +12,7 @@ scheduled, then by position. So a token class is a range of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,12 @@ class Schedule:
     num_tokens_S: npt.NDArray[np.int64]
     """At least 1."""
     sample_S: npt.NDArray[np.bool_]
+
+    @cached_property
+    def first_rows_S(self) -> npt.NDArray[np.int64]:
+        """First row of each sequence, with the rows by sequence as scheduled."""
+        first_S: npt.NDArray[np.int64] = np.cumsum(self.num_tokens_S) - self.num_tokens_S
+        return first_S
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,9 @@ class Batch:
 def make_batch(schedule: Schedule, slots: RequestSlots, device: torch.device) -> Batch:
     """Gathers the rows of a non-empty schedule from the request slots."""
     num_tokens_S = schedule.num_tokens_S
-    ends_S = np.cumsum(num_tokens_S)
     sequence_T = np.repeat(np.arange(len(num_tokens_S)), num_tokens_S)
-    first_rows_S = ends_S - num_tokens_S
-    position_T = np.arange(ends_S[-1]) + (schedule.starts_S - first_rows_S)[sequence_T]
+    first_of_T = (schedule.starts_S - schedule.first_rows_S)[sequence_T]
+    position_T = np.arange(len(sequence_T)) + first_of_T
     slot_T = schedule.slots_S[sequence_T]
     generated_T = position_T >= slots.num_prompt_S[slot_T]
     order_T = np.argsort(~generated_T, kind="stable")

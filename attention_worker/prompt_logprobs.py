@@ -33,15 +33,17 @@ def prompt_logprobs(
         batch: Its rows.
         slots: Know prompts and who asked.
     """
-    first_rows_S = np.cumsum(schedule.num_tokens_S) - schedule.num_tokens_S
+    wanted_S = slots.num_prompt_logprobs_S[schedule.slots_S] >= 0
+    if not wanted_S.any():
+        return []
     ends_S = np.minimum(
         schedule.starts_S + schedule.num_tokens_S, slots.num_prompt_S[schedule.slots_S] - 1
     )
-    asking = (slots.num_prompt_logprobs_S[schedule.slots_S] >= 0) & (ends_S > schedule.starts_S)
+    asking = wanted_S & (ends_S > schedule.starts_S)
     messages = []
     for index in np.flatnonzero(asking).tolist():
         slot, start = int(schedule.slots_S[index]), int(schedule.starts_S[index])
-        num_tokens, first = int(ends_S[index]) - start, int(first_rows_S[index])
+        num_tokens, first = int(ends_S[index]) - start, int(schedule.first_rows_S[index])
         message = pb.PromptLogprobs(
             slot=slot,
             start=start + 1,

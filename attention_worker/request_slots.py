@@ -95,8 +95,8 @@ class RequestSlots:
             and np.array_equal(self.token_ids_SL[slot, : self.length_S[slot]], token_ids)
         )
 
-    def free(self, slot: int) -> None:
-        """Frees a row; a free row stays free."""
+    def free(self, slot: int | slice) -> None:
+        """Frees a row, or several; a free row stays free."""
         self.in_use_S[slot] = False
         self.length_S[slot] = 0
         self.num_computed_S[slot] = 0
@@ -105,11 +105,7 @@ class RequestSlots:
 
     def reset(self) -> None:
         """Frees all rows."""
-        self.in_use_S[:] = False
-        self.length_S[:] = 0
-        self.num_computed_S[:] = 0
-        self.num_drafts_S[:] = 0
-        self.ended_S[:] = False
+        self.free(slice(None))
 
     def commit_computed(
         self, slots_S: npt.NDArray[np.int64], num_tokens_S: npt.NDArray[np.int64]

@@ -54,9 +54,9 @@ class RoutedExpertsRecorder:
     def __init__(self, schedule: Schedule, batch: Batch, asking: list[int]) -> None:
         self._schedule = schedule
         self._asking = asking
-        ends_S = np.cumsum(schedule.num_tokens_S)
-        starts_S = ends_S - schedule.num_tokens_S
-        self._rows = [batch.scheduled_rows_T[starts_S[index] : ends_S[index]] for index in asking]
+        first_S, num_S = schedule.first_rows_S, schedule.num_tokens_S
+        rows_T = batch.scheduled_rows_T
+        self._rows = [rows_T[first_S[i] : first_S[i] + num_S[i]] for i in asking]
         self._layers: list[list[npt.NDArray[np.uint16]]] = []
 
     def record(self, topk_ids_TK: npt.NDArray[np.int32]) -> None:

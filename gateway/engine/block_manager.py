@@ -52,11 +52,6 @@ class BlockManager:
         """Blocks whose content can be found."""
         return len(self._hash_of)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the whole pool holds."""
-        return self.num_blocks * self.block_size
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)

@@ -52,11 +52,11 @@ class EnginePool:
         if request.request_id in self._place_of:
             message = f"request id {request.request_id!r} is in use"
             raise RequestError(message, param="request_id")
-        prompt, salt = request.prompt_token_ids, request.cache_salt
+        names = self._placement.names(request.prompt_token_ids, request.cache_salt)
         refusal = OverloadedError("no attention worker takes requests", retry_after_s=5.0)
-        for place in self._rank(request):
+        for place in self._rank(names, len(request.prompt_token_ids)):
             with self._lock:
-                self._placement.enter(place, prompt, salt)
+                self._placement.enter(place, names)
                 self._place_of[request.request_id] = place
             try:
                 sink = _PlacedSink(self, place, request)
@@ -122,7 +122,7 @@ class EnginePool:
             self._place_of.pop(request_id, None)
             self._placement.leave(place)
 
-    def _rank(self, request: GenerationRequest) -> list[Place]:
+    def _rank(self, names: Sequence[bytes], num_tokens: int) -> list[Place]:
         """Places, best first: those that are up; if none is, all, as they are being restarted."""
         everyone = range(len(self._engines))
         usable = [index for index in everyone if self._engines[index].ready] or list(everyone)
@@ -131,7 +131,7 @@ class EnginePool:
                 if engine.num_lives != self._lives[index]:
                     self._lives[index] = engine.num_lives
                     self._placement.forget(index)
-            return self._placement.rank(request.prompt_token_ids, request.cache_salt, usable)
+            return self._placement.rank(names, num_tokens, usable)
 
     def _withdraw(self, request_id: str, place: Place) -> None:
         self.computed(place)

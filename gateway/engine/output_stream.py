@@ -151,11 +151,11 @@ class OutputStream:
         now = time.monotonic()
         if self._last_s is None:
             self._observer.first_token(self.request, now - self.request.arrival_s)
+            self._last_s = now
             num_tokens -= 1
         for _ in range(num_tokens):
-            self._observer.next_token(self.request, now - (self._last_s or now))
+            self._observer.next_token(self.request, now - self._last_s)
             self._last_s = now
-        self._last_s = now
 
     def _note_end(self, reason: FinishReason) -> None:
         since_s = time.monotonic() - self.request.arrival_s

@@ -8,7 +8,7 @@ runs there, and the part of the prompt that its prefix cache lacks:
 So requests with a common prefix meet where it is cached, until that place is busier than computing
 the prefix once more would take.
 
-Thread safety: the owner holds a lock.
+Thread safety: the owner holds a lock, but for `names`, which takes long for a long prompt.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class RequestPlacement:
     Args:
         num_engines: How many; they are numbered from 0.
         block_size: Tokens of a KV block.
+
+    Attributes:
+        names: Names of a prompt's blocks, from its tokens and salt; changes nothing.
     """
 
     def __init__(self, num_engines: int, block_size: int) -> None:
@@ -48,22 +51,24 @@ class RequestPlacement:
         self._num_requests = [0] * num_engines
         self._engines_of: OrderedDict[bytes, set[int]] = OrderedDict()
         # A single engine is the best one in any case: nothing is hashed or remembered.
-        self._names = self._block_names if num_engines > 1 else _no_names
+        self.names = self._block_names if num_engines > 1 else _no_names
 
-    def rank(
-        self, prompt_token_ids: Sequence[int], salt: str, usable: Collection[int]
-    ) -> list[Place]:
-        """The usable engines, best first."""
-        names = self._names(prompt_token_ids, salt)
-        num_tokens = len(prompt_token_ids)
+    def rank(self, names: Sequence[bytes], num_tokens: int, usable: Collection[int]) -> list[Place]:
+        """The usable engines, best first.
+
+        Args:
+            names: Of the prompt's blocks.
+            num_tokens: Of the prompt.
+            usable: Engines in question.
+        """
         places = [Place(engine, num_tokens - self._num_known(names, engine)) for engine in usable]
         return sorted(places, key=self._cost)
 
-    def enter(self, place: Place, prompt_token_ids: Sequence[int], salt: str) -> None:
+    def enter(self, place: Place, names: Sequence[bytes]) -> None:
         """A request went to a place: its prefix will be known there."""
         self._pending_tokens[place.engine] += place.num_tokens
         self._num_requests[place.engine] += 1
-        for name in self._names(prompt_token_ids, salt):
+        for name in names:
             self._engines_of.setdefault(name, set()).add(place.engine)
             self._engines_of.move_to_end(name)
         while len(self._engines_of) > _MAX_PREFIXES:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gateway.engine.request_placement import _MAX_PREFIXES, Place, RequestPlacement
 
 BLOCK = 4
 PREFIX = list(range(100, 140))
 
 
+def rank(
+    placement: RequestPlacement, prompt: list[int], salt: str = "", usable: Sequence[int] = (0, 1)
+) -> list[Place]:
+    """The usable ones of the engines, best first."""
+    return placement.rank(placement.names(prompt, salt), len(prompt), usable)
+
+
 def enter(placement: RequestPlacement, prompt: list[int], salt: str = "") -> Place:
     """Gives a request to the best of two engines."""
-    place = placement.rank(prompt, salt, [0, 1])[0]
-    placement.enter(place, prompt, salt)
+    place = rank(placement, prompt, salt)[0]
+    placement.enter(place, placement.names(prompt, salt))
     return place
 
 
@@ -38,7 +47,7 @@ def test_a_prefix_is_computed_again_rather_than_waited_for() -> None:
     """Where its prefix is known too much is pending: the other engine takes the request."""
     placement = RequestPlacement(2, BLOCK)
     placement.computed(enter(placement, [*PREFIX, 1]))
-    placement.enter(Place(0, 500), [7] * 500, "")
+    placement.enter(Place(0, 500), placement.names([7] * 500, ""))
     assert enter(placement, [*PREFIX, 2]).engine == 1
 
 
@@ -46,7 +55,7 @@ def test_salts_do_not_share_prefixes() -> None:
     """The prefix of one tenant says nothing about another's."""
     placement = RequestPlacement(2, BLOCK)
     placement.computed(enter(placement, [*PREFIX, 1], "a"))
-    assert placement.rank([*PREFIX, 2], "b", [0, 1])[0] == Place(1, 41)
+    assert rank(placement, [*PREFIX, 2], "b")[0] == Place(1, 41)
 
 
 def test_an_engine_that_starts_over_knows_nothing() -> None:
@@ -54,12 +63,12 @@ def test_an_engine_that_starts_over_knows_nothing() -> None:
     placement = RequestPlacement(2, BLOCK)
     placement.computed(enter(placement, [*PREFIX, 1]))
     placement.forget(0)
-    assert placement.rank([*PREFIX, 2], "", [0, 1])[0] == Place(1, 41)
+    assert rank(placement, [*PREFIX, 2], "")[0] == Place(1, 41)
 
 
 def test_only_usable_engines_are_ranked() -> None:
     """One that is down is not in question."""
-    assert [place.engine for place in RequestPlacement(3, BLOCK).rank([1], "", [2])] == [2]
+    assert [place.engine for place in rank(RequestPlacement(3, BLOCK), [1], usable=[2])] == [2]
 
 
 def test_load_goes_back_to_nothing() -> None:
@@ -69,23 +78,24 @@ def test_load_goes_back_to_nothing() -> None:
     for place in places:
         placement.computed(place)
         placement.leave(place)
-    assert placement.rank([50] * 9, "", [0, 1]) == [Place(0, 9), Place(1, 9)]
+    assert rank(placement, [50] * 9, "") == [Place(0, 9), Place(1, 9)]
 
 
 def test_prefixes_are_bounded() -> None:
     """The oldest prefixes are forgotten, the latest is known."""
     placement = RequestPlacement(2, 1)
     for start in range(0, 3 * _MAX_PREFIXES, 5000):
-        placement.enter(Place(0, 0), list(range(start, start + 5001)), "")
-    assert placement.rank(list(range(start, start + 5001)), "", [0])[0].num_tokens == 1
-    assert placement.rank(list(range(5001)), "", [0])[0].num_tokens == 5001
+        names = placement.names(list(range(start, start + 5001)), "")
+        placement.enter(Place(0, 0), names)
+    assert rank(placement, list(range(start, start + 5001)), usable=[0])[0].num_tokens == 1
+    assert rank(placement, list(range(5001)), usable=[0])[0].num_tokens == 5001
 
 
 def test_a_single_engine_takes_everything_and_costs_nothing() -> None:
     """Without a choice no prefix is remembered, and the load is counted all the same."""
     placement = RequestPlacement(1, BLOCK)
-    place = placement.rank(PREFIX, "", [0])[0]
-    placement.enter(place, PREFIX, "")
+    place = rank(placement, PREFIX, usable=[0])[0]
+    placement.enter(place, placement.names(PREFIX, ""))
     assert place == Place(0, len(PREFIX))
-    assert placement.rank(PREFIX, "", [0]) == [place]
+    assert rank(placement, PREFIX, usable=[0]) == [place]
     assert not placement._engines_of
