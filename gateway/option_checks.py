@@ -17,13 +17,12 @@ _MAX_BIAS = 100.0
 _NEEDS_TOKENIZER = ("stop", "bad_words")
 
 
-def check_options(options: GenerationOptions, bounds: ModelBounds, prefix: str = "") -> None:
+def check_options(options: GenerationOptions, bounds: ModelBounds) -> None:
     """Checks what depends on the model.
 
     Args:
         options: The options.
         bounds: What the model allows.
-        prefix: Put before names of parameters, e.g. "sampling.".
 
     Raises:
         RequestError: A value is out of the model's range.
@@ -31,31 +30,31 @@ def check_options(options: GenerationOptions, bounds: ModelBounds, prefix: str =
     if options.top_k is not None and options.top_k > bounds.vocab_size:
         raise RequestError(
             f"top_k is {options.top_k}; expected at most {bounds.vocab_size}, the vocabulary",
-            param=f"{prefix}top_k",
+            param="top_k",
         )
     for name in _NEEDS_TOKENIZER:
         if getattr(options, name) and not bounds.has_tokenizer:
             raise RequestError(
                 f"this model has no tokenizer, so {name} cannot be found in its output",
-                param=f"{prefix}{name}",
+                param=name,
             )
-    _check_ids(options.stop_token_ids or (), bounds.vocab_size, "stop_token_ids", prefix)
-    _check_ids(options.allowed_token_ids or (), bounds.vocab_size, "allowed_token_ids", prefix)
-    _check_biases(options, bounds.vocab_size, prefix)
+    _check_ids(options.stop_token_ids or (), bounds.vocab_size, "stop_token_ids")
+    _check_ids(options.allowed_token_ids or (), bounds.vocab_size, "allowed_token_ids")
+    _check_biases(options, bounds.vocab_size)
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int, name: str, prefix: str) -> None:
+def _check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
     worst = max(ids, default=0)
     if worst >= vocab_size:
         raise RequestError(
             f"{name} has {worst}; expected token ids from 0 to {vocab_size - 1}",
-            param=f"{prefix}{name}",
+            param=name,
             code="invalid_token_id",
         )
 
 
-def _check_biases(options: GenerationOptions, vocab_size: int, prefix: str) -> None:
-    param = f"{prefix}logit_bias"
+def _check_biases(options: GenerationOptions, vocab_size: int) -> None:
+    param = "logit_bias"
     seen: set[int] = set()
     for key, bias in (options.logit_bias or {}).items():
         if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocab_size):
@@ -79,7 +78,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_min_tokens(options: GenerationOptions, max_tokens: int, prefix: str = "") -> None:
+def check_min_tokens(options: GenerationOptions, max_tokens: int) -> None:
     """Checks how many tokens must be generated against how many may be.
 
     Raises:
@@ -90,20 +89,18 @@ def check_min_tokens(options: GenerationOptions, max_tokens: int, prefix: str = 
         raise RequestError(
             f"min_tokens is {least}; expected at most {max_tokens}, the tokens that may be "
             "generated",
-            param=f"{prefix}min_tokens",
+            param="min_tokens",
         )
     allowed = set(options.allowed_token_ids or ())
     if least and allowed and allowed <= set(options.stop_token_ids or ()):
         raise RequestError(
             "allowed_token_ids has only tokens of stop_token_ids, so that none is left before "
             f"min_tokens, {least}",
-            param=f"{prefix}allowed_token_ids",
+            param="allowed_token_ids",
         )
 
 
-def bad_word_ids(
-    options: GenerationOptions, bounds: ModelBounds, prefix: str = ""
-) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(options: GenerationOptions, bounds: ModelBounds) -> tuple[tuple[int, ...], ...]:
     """Token sequences that the output must not have: each word at the start, and after a space.
 
     Raises:
@@ -116,10 +113,10 @@ def bad_word_ids(
     for word in options.bad_words:
         sequences = list(_spellings(word, bounds.tokenizer))
         if not sequences:
-            param = f"{prefix}bad_words"
+            param = "bad_words"
             raise RequestError(f"bad_words has {shown(word)}, which has no tokens", param=param)
         for ids in sequences:
-            _check_ids(ids, bounds.vocab_size, "bad_words", prefix)
+            _check_ids(ids, bounds.vocab_size, "bad_words")
             found[ids] = None
     return tuple(found)
 

@@ -187,26 +187,35 @@ class ChatAnswer(Answer):
             "index": index,
             "message": message,
             "logprobs": self._logprobs(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(index, output),
             "stop_reason": output.stop_reason,
             **self._extras(output),
         }
 
     def _delta_choices(self, index: int, output: RequestOutput, first: bool) -> list[Json]:
-        choices = []
+        deltas = self._deltas(index, output)
+        if not deltas and output.token_ids and self.options.every_token:
+            deltas = [{"content": ""}]
+        choices = [_delta_choice(index, delta) for delta in deltas]
+        if choices:  # the log probabilities are those of the tokens, not of what they say
+            choices[0] |= {"logprobs": self._logprobs(output), **self._token_ids(output)}
         if first:
-            choices.append(delta_choice(index, {"role": "assistant", "content": ""}))
-        if output.text or (output.token_ids and self.options.every_token):
-            content = delta_choice(index, {"content": output.text})
-            content["logprobs"] = self._logprobs(output)
-            choices.append({**content, **self._token_ids(output)})
+            choices.insert(0, _delta_choice(index, {"role": "assistant", "content": ""}))
         if output.finish_reason is not None:
-            last = delta_choice(index, {})
-            last["finish_reason"] = output.finish_reason
+            last = _delta_choice(index, {})
+            last["finish_reason"] = self._finish_reason(index, output)
             choices.append(
                 {**last, "stop_reason": output.stop_reason, **self._routed_experts(output)}
             )
         return choices
+
+    def _deltas(self, index: int, output: RequestOutput) -> list[Json]:
+        """What an output adds to the message of a choice."""
+        return [{"content": output.text}] if output.text else []
+
+    def _finish_reason(self, index: int, output: RequestOutput) -> str | None:
+        """Why a choice ended; None if it goes on."""
+        return output.finish_reason
 
     def chunks(self, index: int, output: RequestOutput) -> list[Json]:
         """As for every answer; the first chunk also has the token ids of the prompt."""
@@ -226,6 +235,6 @@ class ChatAnswer(Answer):
         return chat_logprobs(self.model.tokenizer, output.logprobs, as_ids=as_ids)
 
 
-def delta_choice(index: int, delta: Json) -> Json:
+def _delta_choice(index: int, delta: Json) -> Json:
     """A choice of a chunk."""
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

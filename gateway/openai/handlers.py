@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import orjson
@@ -135,22 +135,9 @@ class OpenAiHandlers:
     ) -> web.StreamResponse:
         limits = self._frontend.limits
         events = EventStream(request, limits.write_timeout_s)
-        try:
-            while not stream.done:
-                outputs = await stream.next(limits.keep_alive_s)
-                if outputs is None:
-                    await events.keep_alive()
-                else:
-                    await events.send(_chunks(answer, outputs))
-            await events.send(answer.usage_chunk())
-        except ConnectionError:
-            raise  # the client is gone; there is nobody to tell
-        except Exception as error:
-            if not events.started:
-                raise
-            await events.fail(api_error(error, request[REQUEST_ID]))
-        await events.finish()
-        return events.response
+        return await stream_answer(
+            request, stream, events, limits.keep_alive_s, answer.chunks, answer.usage_chunk
+        )
 
 
 def _chat_answer(answer_id: str, call: ChatCall, options: AnswerOptions) -> ChatAnswer:
@@ -212,20 +199,55 @@ async def collect_outputs(stream: GenerationStream, num_choices: int) -> list[Re
     parts: list[list[RequestOutput]] = [[] for _ in range(num_choices)]
     while not stream.done:
         for index, output in await stream.next() or ():
-            check_not_aborted(output)
+            _check_not_aborted(output)
             parts[index].append(output)
     return [merge(outputs) for outputs in parts]
 
 
-def _chunks(answer: Answer, outputs: Sequence[tuple[int, RequestOutput]]) -> list[Json]:
-    chunks: list[Json] = []
-    for index, output in outputs:
-        check_not_aborted(output)
-        chunks += answer.chunks(index, output)
-    return chunks
+async def stream_answer(
+    request: web.Request,
+    stream: GenerationStream,
+    events: EventStream,
+    keep_alive_s: float,
+    chunks: Callable[[int, RequestOutput], list[Json]],
+    last: Callable[[], list[Json]] = list,
+) -> web.StreamResponse:
+    """Streams outputs as they come.
+
+    Args:
+        request: The HTTP request.
+        stream: Where the outputs come from.
+        events: Where they go.
+        keep_alive_s: Longest silence.
+        chunks: What is said about an output of a choice.
+        last: What is said after all outputs.
+
+    Raises:
+        ConnectionError: The client is gone; there is nobody to tell.
+        Exception: What goes wrong before the first event.
+    """
+    try:
+        while not stream.done:
+            outputs = await stream.next(keep_alive_s)
+            if outputs is None:
+                await events.keep_alive()
+            for _, output in outputs or ():
+                _check_not_aborted(output)
+            await events.send(
+                [chunk for index, output in outputs or () for chunk in chunks(index, output)]
+            )
+        await events.send(last())
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if not events.started:
+            raise
+        await events.fail(api_error(error, request[REQUEST_ID]))
+    await events.finish()
+    return events.response
 
 
-def check_not_aborted(output: RequestOutput) -> None:
+def _check_not_aborted(output: RequestOutput) -> None:
     """An aborted answer must not pass for a whole one: the API has no word for it."""
     if output.finish_reason is FinishReason.ABORT:
         raise AbortedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gateway.openai.answers import AnswerOptions, ChatAnswer, delta_choice
+from gateway.openai.answers import AnswerOptions, ChatAnswer
 from gateway.openai.logprobs import Json
 from gateway.openai.prompts import TokenIds
 from gateway.sequence import FinishReason, RequestOutput
@@ -43,29 +43,17 @@ class ToolChatAnswer(ChatAnswer):
         }
         if found.calls:
             message["tool_calls"] = [call_json(call) for call in found.calls]
-        reason = finish_reason(output.finish_reason, reader)
-        return {**super()._choice(index, output), "message": message, "finish_reason": reason}
+        return {**super()._choice(index, output), "message": message}
 
-    def _delta_choices(self, index: int, output: RequestOutput, first: bool) -> list[Json]:
+    def _deltas(self, index: int, output: RequestOutput) -> list[Json]:
         reader = self._readers[index]
         events = reader.push(output.text)
         if output.finish_reason is not None:
             events += reader.finish()
-        deltas = [_delta(event) for event in events]
-        if not deltas and output.token_ids and self.options.every_token:
-            deltas = [{"content": ""}]
-        choices = [delta_choice(index, delta) for delta in deltas]
-        if choices:  # the log probabilities are those of the tokens, not of what they say
-            choices[0] |= {"logprobs": self._logprobs(output), **self._token_ids(output)}
-        if first:
-            choices.insert(0, delta_choice(index, {"role": "assistant", "content": ""}))
-        if output.finish_reason is not None:
-            last = delta_choice(index, {})
-            last["finish_reason"] = finish_reason(output.finish_reason, reader)
-            choices.append(
-                {**last, "stop_reason": output.stop_reason, **self._routed_experts(output)}
-            )
-        return choices
+        return [_delta(event) for event in events]
+
+    def _finish_reason(self, index: int, output: RequestOutput) -> str | None:
+        return finish_reason(output.finish_reason, self._readers[index])
 
 
 def finish_reason(reason: FinishReason | None, reader: Reader) -> str | None:

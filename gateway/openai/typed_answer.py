@@ -14,17 +14,16 @@ from aiohttp import web
 
 from gateway.openai.answers import AnswerOptions, ChatAnswer
 from gateway.openai.chat_call import ChatCall
-from gateway.openai.errors import ApiError, api_error
+from gateway.openai.errors import ApiError
 from gateway.openai.event_stream import EventStream
 from gateway.openai.handlers import (
-    REQUEST_ID,
-    check_not_aborted,
     collect_outputs,
     engine_prompts,
+    stream_answer,
 )
 from gateway.openai.logprobs import Json
 from gateway.sequence import RequestOutput
-from gateway.service import GenerationFrontend, GenerationStream
+from gateway.service import GenerationFrontend
 
 
 class TypedAnswer(Protocol):
@@ -53,7 +52,20 @@ def encode_json(value: Json) -> bytes:
 
 
 class TypedEventStream(EventStream):
-    """Server-sent events with names."""
+    """Server-sent events with names, of an answer that says itself how it fails."""
+
+    def __init__(self, request: web.Request, write_timeout_s: float, answer: TypedAnswer) -> None:
+        super().__init__(request, write_timeout_s)
+        self._answer = answer
+
+    async def keep_alive(self) -> None:
+        """Sends what the answer says to that, or a comment."""
+        sent = self._answer.keep_alive()
+        await (self.send(sent) if sent else super().keep_alive())
+
+    async def fail(self, error: ApiError) -> None:
+        """Sends the events of a failure."""
+        await self.send(self._answer.fail(error))
 
     async def send(self, events: Iterable[Json]) -> None:
         """Sends events in one write. Raises as for every stream."""
@@ -96,39 +108,12 @@ async def give_answer(
     )
     with frontend.open(prompts) as stream:
         if call.body.stream:
-            return await _stream(request, frontend, answer, stream)
+            limits = frontend.limits
+            events = TypedEventStream(request, limits.write_timeout_s, answer)
+            return await stream_answer(
+                request, stream, events, limits.keep_alive_s, lambda _, output: answer.push(output)
+            )
         (output,) = await collect_outputs(stream, 1)
         answer.push(output)
         body = encode_json(answer.whole())
         return web.Response(body=body, content_type="application/json")
-
-
-async def _stream(
-    request: web.Request,
-    frontend: GenerationFrontend,
-    answer: TypedAnswer,
-    stream: GenerationStream,
-) -> web.StreamResponse:
-    limits = frontend.limits
-    events = TypedEventStream(request, limits.write_timeout_s)
-    try:
-        while not stream.done:
-            outputs = await stream.next(limits.keep_alive_s)
-            if outputs is None:
-                await _keep_alive(events, answer)
-            for _, output in outputs or ():
-                check_not_aborted(output)
-                await events.send(answer.push(output))
-    except ConnectionError:
-        raise  # the client is gone; there is nobody to tell
-    except Exception as error:
-        if not events.started:
-            raise
-        await events.send(answer.fail(api_error(error, request[REQUEST_ID])))
-    await events.finish()
-    return events.response
-
-
-async def _keep_alive(events: TypedEventStream, answer: TypedAnswer) -> None:
-    sent = answer.keep_alive()
-    await (events.send(sent) if sent else events.keep_alive())
