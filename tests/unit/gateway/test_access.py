@@ -43,13 +43,6 @@ OPEN = ["/health", "/ready", "/ping", "/version", "/metrics", "/load"]
 
 
 @pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as client:
-        yield client
-
-
-@pytest.fixture
 async def guarded() -> AsyncIterator[Gateway]:
     """A server that wants a key."""
     access = Access(keys=ApiKeys.of([OTHER, KEY]), origins=("https://chat.example",))

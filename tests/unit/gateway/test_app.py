@@ -39,13 +39,6 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield running
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as client:
-        yield client
-
-
 async def test_health_is_about_the_process(
     gateway: Gateway, session: aiohttp.ClientSession
 ) -> None:

@@ -28,13 +28,6 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield gateway
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
 VALUES: dict[str, tuple[object, object]] = {
     "temperature": (0.5, 0.5),
     "top_p": (0.5, 0.5),

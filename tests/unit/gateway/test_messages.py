@@ -41,13 +41,6 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 
 @pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession() as opened:
-        yield opened
-
-
-@pytest.fixture
 async def client(gateway: Gateway) -> AsyncIterator[anthropic.AsyncAnthropic]:
     """Anthropic's client."""
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="x", max_retries=0) as opened:

@@ -18,13 +18,6 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield running
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as client:
-        yield client
-
-
 async def test_a_chat_answer_has_every_required_key(
     gateway: Gateway, session: aiohttp.ClientSession
 ) -> None:

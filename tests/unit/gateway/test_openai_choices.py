@@ -23,13 +23,6 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield gateway
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
 async def test_choices_are_numbered_prompt_by_prompt(
     gateway: Gateway, session: aiohttp.ClientSession
 ) -> None:

@@ -31,13 +31,6 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield running
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as client:
-        yield client
-
-
 async def test_the_context_may_be_filled_exactly(
     gateway: Gateway, session: aiohttp.ClientSession
 ) -> None:

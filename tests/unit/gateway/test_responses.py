@@ -47,13 +47,6 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 
 @pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession() as opened:
-        yield opened
-
-
-@pytest.fixture
 async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
     """openai's client."""
     base_url = f"{gateway.url}/v1"

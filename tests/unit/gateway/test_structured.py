@@ -34,13 +34,6 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield running
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession() as opened:
-        yield opened
-
-
 def accepts(fields: dict[str, object], text: str) -> bool:
     """True if the grammar of a request allows a text, and allows the output to end there."""
     constraint = parse_constraint(fields)

@@ -20,13 +20,6 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield gateway
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
 async def test_texts(gateway: Gateway, session: aiohttp.ClientSession) -> None:
     """Ids and their number, for a text of any length; spelled as in the vocabulary on demand."""
     _, answer = await post(session, gateway, "/tokenize", {"prompt": "é a"})

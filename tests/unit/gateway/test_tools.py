@@ -43,13 +43,6 @@ async def gateway() -> AsyncIterator[Gateway]:
         yield running
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client."""
-    async with aiohttp.ClientSession() as opened:
-        yield opened
-
-
 def prompt_of(gateway: Gateway) -> str:
     """The prompt of the latest request."""
     ids = gateway.engine.requests[-1].prompt_token_ids
