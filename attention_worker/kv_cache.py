@@ -41,7 +41,7 @@ class PagedKvCache:
                 torch.empty(shape, dtype=dtype, device=device),
             )
             for shape in (
-                (num_blocks, layer.attention.num_kv_heads, block_size, layer.attention.head_dim)
+                (num_blocks, layer.gqa.num_kv_heads, block_size, layer.gqa.head_dim)
                 for layer in config.layers
             )
         )
@@ -49,7 +49,7 @@ class PagedKvCache:
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block over all layers, keys and values."""
-    width = sum(2 * layer.attention.kv_size for layer in config.layers)
+    width = sum(layer.attention.kv.width for layer in config.layers)
     return width * block_size * dtype.itemsize
 
 

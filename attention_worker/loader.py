@@ -100,15 +100,15 @@ class _Builder:
         return DecoderLayer(
             input_norm=self._norm(f"{prefix}.input_norm"),
             attention=self._attention(index, config),
-            post_attention_norm=self._norm(f"{prefix}.post_attention_norm"),
+            ffn_norm=self._norm(f"{prefix}.ffn_norm"),
             ffn=self._ffn(index, config),
         )
 
     def _norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._parameters.take(name), self._config.rms_norm_eps)
+        return RmsNorm(self._parameters.take(name), self._config.norm.eps)
 
     def _attention(self, index: int, config: LayerConfig) -> Attention:
-        prefix, attention = f"layers.{index}", config.attention
+        prefix, attention = f"layers.{index}", config.gqa
         return Attention(
             layer=index,
             config=attention,

@@ -24,11 +24,11 @@ from expertmesh_kernels.linear import PackedLinear, linear
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """x += attention(input_norm(x)); x += ffn(post_attention_norm(x))."""
+    """x += attention(input_norm(x)); x += ffn(ffn_norm(x))."""
 
     input_norm: RmsNorm
     attention: Attention
-    post_attention_norm: RmsNorm
+    ffn_norm: RmsNorm
     ffn: Ffn
 
 
@@ -54,7 +54,7 @@ class Model:
         x_TH = self.embed_VH[batch.token_ids_T]
         for layer in self.layers:
             x_TH = x_TH + layer.attention(layer.input_norm(x_TH), inputs)
-            x_TH = x_TH + layer.ffn(layer.post_attention_norm(x_TH), calls)
+            x_TH = x_TH + layer.ffn(layer.ffn_norm(x_TH), calls)
         return x_TH
 
     def logits(self, x_TH: Tensor, rows_R: npt.NDArray[np.int64]) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from expertmesh.model_config import GateConfig, RopeConfig
+from expertmesh.model_config import SILU, GateConfig, RopeConfig
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
 from expertmesh_kernels.linear import linear, pack_linear
@@ -104,7 +104,7 @@ def bench_small() -> None:
     weights = np.ones((1, 2), np.float32)
     outputs = torch.randn(2, 576).bfloat16()
     show("linear [64x576] 1 row", lambda: linear(x, tiny))
-    show("expert [3x1536x576] 1 row", lambda: gated_mlp(x, expert, "silu"))
+    show("expert [3x1536x576] 1 row", lambda: gated_mlp(x, expert, SILU))
     show("rms_norm 1 row", lambda: rms_norm(x, weight, 1e-5))
     show("rope 1 row", lambda: apply_rope(q, position, table))
     show("route 1 row", lambda: route(logits, GateConfig(8, 2)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attention_worker.model_states.paged_kv import AttentionInputs
-from expertmesh.model_config import AttentionConfig
+from expertmesh.model_config import GqaConfig
 from expertmesh_kernels.linear import PackedLinear, linear
 from expertmesh_kernels.paged_attention import paged_attention, write_kv
 from expertmesh_kernels.rope import RopeTable, apply_rope
@@ -18,7 +18,7 @@ class Attention:
     """Fused qkv, rope, write to the pages, attention over the pages, output projection."""
 
     layer: int
-    config: AttentionConfig
+    config: GqaConfig
     qkv: PackedLinear
     """H -> heads, then key heads, then value heads, D each."""
     o: PackedLinear

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import cast
 
 from expertmesh.families.config_reader import ConfigReader
 from expertmesh.families.rules import ParameterTemplate, Source
 from expertmesh.model_config import (
-    AttentionConfig,
+    SILU,
+    Activation,
     DenseFfnConfig,
     DtypeName,
+    GqaConfig,
     LayerConfig,
     ModelConfig,
     MoeFfnConfig,
+    NormConfig,
     RopeConfig,
 )
 
@@ -33,7 +36,7 @@ ROTARY_BUFFERS = {"rotary_emb.inv_freq": "a buffer of old exports; recomputed fr
 
 def parse_model(
     reader: ConfigReader,
-    attention: AttentionConfig,
+    attention: GqaConfig,
     ffn: DenseFfnConfig | MoeFfnConfig,
     *,
     default_eps: float,
@@ -46,7 +49,7 @@ def parse_model(
         vocab_size=vocab_size,
         hidden_size=hidden_size(reader),
         layers=(LayerConfig(attention, ffn),) * num_layers,
-        rms_norm_eps=reader.number("rms_norm_eps", 0.0, 1.0, default_eps),
+        norm=NormConfig(reader.number("rms_norm_eps", 0.0, 1.0, default_eps)),
         max_position_embeddings=max_positions(reader),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
         dtype=_dtype(reader),
@@ -57,7 +60,7 @@ def parse_model(
 
 def parse_attention(
     reader: ConfigReader, *, default_theta: float, bias: bool, sliding_window: int | None
-) -> AttentionConfig:
+) -> GqaConfig:
     """Grouped-query attention with rope over the whole head."""
     num_heads = reader.integer("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = reader.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
@@ -70,7 +73,7 @@ def parse_attention(
             reader.fail("hidden_size", f"a multiple of num_attention_heads={num_heads}")
     if head_dim % 2 or head_dim == 0:
         reader.fail("head_dim", f"an even size, computed {head_dim}")
-    return AttentionConfig(
+    return GqaConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -137,11 +140,11 @@ def max_positions(reader: ConfigReader) -> int:
     return reader.integer("max_position_embeddings", 1, MAX_POSITIONS)
 
 
-def check_activation(reader: ConfigReader) -> Literal["silu"]:
+def check_activation(reader: ConfigReader) -> Activation:
     """The activation; silu is the only one so far."""
     if reader.text("hidden_act", "silu") != "silu":
         reader.fail("hidden_act", "'silu'", fix="other activations are not supported")
-    return "silu"
+    return SILU
 
 
 def _dtype(reader: ConfigReader) -> DtypeName:
@@ -183,16 +186,16 @@ ATTENTION_PARAMETERS = (
             Source((_ATTENTION + "k_proj.bias",), "K"),
             Source((_ATTENTION + "v_proj.bias",), "K"),
         ),
-        when=lambda layer: layer.attention.qkv_bias,
+        when=lambda layer: layer.gqa.qkv_bias,
     ),
     one("layers.{layer}.o", _ATTENTION + "o_proj.weight", "HQ"),
     ParameterTemplate(
         "layers.{layer}.o_bias",
         (Source((_ATTENTION + "o_proj.bias",), "H"),),
-        when=lambda layer: layer.attention.o_bias,
+        when=lambda layer: layer.gqa.o_bias,
     ),
     one(
-        "layers.{layer}.post_attention_norm",
+        "layers.{layer}.ffn_norm",
         "model.layers.{layer}.post_attention_layernorm.weight",
         "H",
     ),

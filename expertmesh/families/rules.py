@@ -141,7 +141,7 @@ def _sizes(config: ModelConfig, layer: LayerConfig) -> dict[str, int]:
         "V": config.vocab_size,
         "H": config.hidden_size,
         "Q": layer.attention.q_size,
-        "K": layer.attention.kv_size,
+        "K": layer.gqa.k_size,
         "I": ffn.intermediate_size,
         "E": ffn.num_experts if isinstance(ffn, MoeFfnConfig) else 0,
     }

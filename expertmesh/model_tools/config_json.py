@@ -14,7 +14,7 @@ def config_json(config: ModelConfig) -> Json:
     """The keys that transformers and our families read. All layers have to be alike."""
     layer = config.layers[0]
     assert all(other == layer for other in config.layers), "layers differ"
-    attention = layer.attention
+    attention = layer.gqa
     return {
         "architectures": [FAMILIES[config.family].architecture],
         "model_type": config.family,
@@ -22,13 +22,13 @@ def config_json(config: ModelConfig) -> Json:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": layer.ffn.intermediate_size,
-        "hidden_act": layer.ffn.activation,
+        "hidden_act": layer.ffn.activation.kind,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm.eps,
         "rope_parameters": _rope_json(attention.rope),
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
@@ -52,9 +52,9 @@ def _ffn_json(layer: LayerConfig) -> Json:
         return {
             "num_local_experts": layer.ffn.num_experts,
             "num_experts_per_tok": layer.ffn.gate.top_k,
-            "sliding_window": layer.attention.sliding_window,
+            "sliding_window": layer.gqa.sliding_window,
         }
-    return {"attention_bias": layer.attention.qkv_bias, "mlp_bias": layer.ffn.bias}
+    return {"attention_bias": layer.gqa.qkv_bias, "mlp_bias": layer.ffn.bias}
 
 
 def _rope_json(rope: RopeConfig) -> Json:

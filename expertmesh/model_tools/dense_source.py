@@ -37,7 +37,7 @@ class FolderSource:
                 f"{path}: model_type: expected 'llama', found {self.config.family!r}",
                 fix="only dense Llama models can be upcycled",
             )
-        if layer.attention.qkv_bias or layer.ffn.bias:
+        if layer.gqa.qkv_bias or layer.ffn.bias:
             raise CheckpointError(
                 f"{path}: attention_bias and mlp_bias: expected false, found true",
                 fix="models with biases cannot become Mixtral models",

@@ -9,10 +9,11 @@ import numpy as np
 
 from expertmesh.errors import CheckpointError, SettingsError
 from expertmesh.model_config import (
-    AttentionConfig,
     DenseFfnConfig,
+    GqaConfig,
     LayerConfig,
     ModelConfig,
+    NormConfig,
     RopeConfig,
 )
 from expertmesh.model_tools.numbers import Array, Float32, from_float32
@@ -83,7 +84,7 @@ class GgufSource:
         stored = self._tensors[gguf_name(name)]
         values: Float32 = gguf.quants.dequantize(stored.data, stored.tensor_type)
         values = values.reshape([int(size) for size in stored.shape[::-1]])
-        attention = self.config.layers[0].attention
+        attention = self.config.layers[0].gqa
         if "q_proj" in name:
             values = unpermute(values, attention.num_heads)
         elif "k_proj" in name:
@@ -94,7 +95,7 @@ class GgufSource:
         hidden = self.integer("llama.embedding_length")
         num_heads = self.integer("llama.attention.head_count")
         head_dim = hidden // num_heads
-        attention = AttentionConfig(
+        attention = GqaConfig(
             num_heads=num_heads,
             num_kv_heads=self.integer("llama.attention.head_count_kv"),
             head_dim=head_dim,
@@ -107,7 +108,7 @@ class GgufSource:
             vocab_size=self.integer("llama.vocab_size"),
             hidden_size=hidden,
             layers=(LayerConfig(attention, ffn),) * self.integer("llama.block_count"),
-            rms_norm_eps=self.number("llama.attention.layer_norm_rms_epsilon"),
+            norm=NormConfig(self.number("llama.attention.layer_norm_rms_epsilon")),
             max_position_embeddings=self.integer("llama.context_length"),
             tie_word_embeddings="output.weight" not in self._tensors,
             dtype="bfloat16",

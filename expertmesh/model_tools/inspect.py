@@ -26,7 +26,7 @@ def inspect_model(model_dir: Path) -> str:
 
 def _architecture(config: ModelConfig) -> dict[str, str]:
     layer = config.layers[0]
-    attention = layer.attention
+    attention = layer.gqa
     window = attention.sliding_window
     return {
         "family": config.family,

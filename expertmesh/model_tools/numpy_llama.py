@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from expertmesh.model_config import AttentionConfig
+from expertmesh.model_config import GqaConfig
 from expertmesh.model_tools.dense_source import DenseSource
 from expertmesh.model_tools.numbers import Array, Float32, to_float32
 
@@ -26,11 +26,11 @@ def ffn_inputs(source: DenseSource, ids_T: Array) -> Iterator[tuple[int, Float32
     for layer, layer_config in enumerate(config.layers):
         prefix = f"model.layers.{layer}."
         norm_H = weight(prefix + "input_layernorm.weight")
-        h_TH = rms_norm(x_TH, norm_H, config.rms_norm_eps)
+        h_TH = rms_norm(x_TH, norm_H, config.norm.eps)
         q, k, v, o = (weight(f"{prefix}self_attn.{name}_proj.weight") for name in "qkvo")
-        x_TH += attention(h_TH @ q.T, h_TH @ k.T, h_TH @ v.T, layer_config.attention) @ o.T
+        x_TH += attention(h_TH @ q.T, h_TH @ k.T, h_TH @ v.T, layer_config.gqa) @ o.T
         norm_H = weight(prefix + "post_attention_layernorm.weight")
-        h_TH = rms_norm(x_TH, norm_H, config.rms_norm_eps)
+        h_TH = rms_norm(x_TH, norm_H, config.norm.eps)
         yield layer, h_TH
         gate, up, down = (
             weight(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up", "down")
@@ -49,7 +49,7 @@ def silu(x: Float32) -> Float32:
     return np.asarray(x / (1 + np.exp(-np.clip(x, -80, 80))), np.float32)
 
 
-def attention(q_TQ: Float32, k_TK: Float32, v_TK: Float32, config: AttentionConfig) -> Float32:
+def attention(q_TQ: Float32, k_TK: Float32, v_TK: Float32, config: GqaConfig) -> Float32:
     """Causal attention of one sequence, [T, heads * head_dim]."""
     length = len(q_TQ)
     q_nTD = rotate(split_heads(q_TQ, config.num_heads), config.rope.theta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertmesh.model_config import Activation
+from expertmesh.model_config import SILU, Activation
 from expertmesh_kernels.cpu.mlp import silu_times
 from expertmesh_kernels.host import as_array
 
@@ -33,7 +33,7 @@ def gated_activation_reference(gate_up_R2I: Tensor, activation: Activation) -> T
     return (torch.nn.functional.silu(gate_RI) * up_RI).to(gate_up_R2I.dtype)
 
 
-def check_activation(activation: str) -> None:
+def check_activation(activation: Activation) -> None:
     """Raise ValueError for an activation without a kernel."""
-    if activation != "silu":
-        raise ValueError(f"activation is {activation!r}, expected 'silu'")
+    if activation != SILU:
+        raise ValueError(f"activation is {activation.kind!r}, expected 'silu'")

@@ -62,5 +62,5 @@ def _check(logits_TE: Tensor, gate: GateConfig) -> None:
             f"logits are {logits_TE.dtype} {tuple(logits_TE.shape)}, "
             f"expected float32 [T, {gate.num_experts}]"
         )
-    if gate.kind != "softmax_topk":
-        raise ValueError(f"gate kind is {gate.kind!r}, expected 'softmax_topk'")
+    if gate.scoring != "softmax":
+        raise ValueError(f"gate scoring is {gate.scoring!r}, expected 'softmax'")

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertmesh.model_config import SILU
 from expertmesh_kernels.grouped_mlp import ExpertWeights, grouped_mlp
 from expertmesh_kernels.host import as_array
 from expertmesh_kernels.linear import linear, pack_linear
@@ -87,7 +88,7 @@ def _expert(expert: int, dtype: torch.dtype) -> ExpertWeights:
 def _run_experts(
     x_RH: Tensor, rows: NDArray[np.int64], experts: dict[int, ExpertWeights]
 ) -> Tensor:
-    return grouped_mlp(x_RH, rows, rows % len(experts), experts, "silu")
+    return grouped_mlp(x_RH, rows, rows % len(experts), experts, SILU)
 
 
 def _written_caches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,13 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from expertmesh.model_config import (
-    AttentionConfig,
     DenseFfnConfig,
     GateConfig,
+    GqaConfig,
     LayerConfig,
     ModelConfig,
     MoeFfnConfig,
+    NormConfig,
     RopeConfig,
 )
 from gateway.app import Access, build_app, make_runner
@@ -61,7 +62,7 @@ def byte_tokenizer() -> Tokenizer:
 
 def tiny_config() -> ModelConfig:
     """Two layers, one of them with experts; only its numbers are used."""
-    attention = AttentionConfig(2, 1, 4, RopeConfig(1e4, 4), scale=0.5)
+    attention = GqaConfig(2, 1, 4, RopeConfig(1e4, 4), scale=0.5)
     dense = LayerConfig(attention, DenseFfnConfig(intermediate_size=8))
     moe = LayerConfig(attention, MoeFfnConfig(GateConfig(8, 2), intermediate_size=8))
     return ModelConfig(
@@ -69,7 +70,7 @@ def tiny_config() -> ModelConfig:
         vocab_size=VOCAB_SIZE,
         hidden_size=8,
         layers=(dense, moe),
-        rms_norm_eps=1e-5,
+        norm=NormConfig(1e-5),
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         dtype="bfloat16",

@@ -18,10 +18,11 @@ from attention_worker.kv_cache import (
 from attention_worker.model_states.paged_kv import PagedKvState
 from expertmesh.errors import SettingsError
 from expertmesh.model_config import (
-    AttentionConfig,
     DenseFfnConfig,
+    GqaConfig,
     LayerConfig,
     ModelConfig,
+    NormConfig,
     RopeConfig,
 )
 
@@ -30,7 +31,7 @@ BF16 = torch.bfloat16
 
 
 def _config(num_layers: int = 2) -> ModelConfig:
-    attention = AttentionConfig(
+    attention = GqaConfig(
         num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(10_000.0, 8), scale=8**-0.5
     )
     return ModelConfig(
@@ -38,7 +39,7 @@ def _config(num_layers: int = 2) -> ModelConfig:
         vocab_size=10,
         hidden_size=32,
         layers=(LayerConfig(attention, DenseFfnConfig(16)),) * num_layers,
-        rms_norm_eps=1e-5,
+        norm=NormConfig(1e-5),
         max_position_embeddings=64,
         tie_word_embeddings=False,
         dtype="bfloat16",

@@ -13,8 +13,8 @@ from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.request_slots import RequestSlots
 from attention_worker.step_deltas import MalformedStepError, StepDeltas
 from expertmesh.model_config import (
-    AttentionConfig,
     DenseFfnConfig,
+    GqaConfig,
     LayerConfig,
     ModelConfig,
     RopeConfig,
@@ -26,7 +26,7 @@ class Tables:
     """Four slots, sixteen blocks of four tokens, sequences of at most 20 tokens."""
 
     def __init__(self) -> None:
-        attention = AttentionConfig(1, 1, 2, RopeConfig(1e4, 2), scale=1.0)
+        attention = GqaConfig(1, 1, 2, RopeConfig(1e4, 2), scale=1.0)
         layers = (LayerConfig(attention, DenseFfnConfig(2)),)
         config = ModelConfig("llama", 10, 2, layers, 1e-5, 20, False, "float32")
         kv = PagedKvCache(config, 16, 4, torch.float32, torch.device("cpu"))

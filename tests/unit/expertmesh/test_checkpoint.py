@@ -40,7 +40,7 @@ def test_parameters_are_stacked_under_our_names(tmp_path: Path) -> None:
     found = dict(
         Checkpoint.open(save_folder(tmp_path, LLAMA_CONFIG, tensors)).attention_parameters()
     )
-    layer = [f"layers.{{}}.{n}" for n in ("input_norm", "qkv", "o", "post_attention_norm")]
+    layer = [f"layers.{{}}.{n}" for n in ("input_norm", "qkv", "o", "ffn_norm")]
     layer += ["layers.{}.gate_up", "layers.{}.down"]
     names = [name.format(i) for i in (0, 1) for name in layer]
     assert ["embed", *names, "norm", "lm_head"] == list(found)

@@ -70,7 +70,7 @@ def test_head_dim_may_differ_from_hidden_size_over_heads(tmp_path: Path) -> None
     assert (
         attention.head_dim,
         attention.q_size,
-        attention.kv_size,
+        attention.k_size,
         attention.scale,
     ) == (64, 256, 128, 0.125)
 

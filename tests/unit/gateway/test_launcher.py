@@ -16,9 +16,9 @@ import pytest
 
 from expertmesh.errors import PortError, SettingsError, StartupError
 from expertmesh.model_config import (
-    AttentionConfig,
     DenseFfnConfig,
     GateConfig,
+    GqaConfig,
     LayerConfig,
     ModelConfig,
     MoeFfnConfig,
@@ -43,7 +43,7 @@ from gateway.command.launcher_probe import ReadyProbe, reachable_host
 
 
 def _config(num_experts: int) -> ModelConfig:
-    attention = AttentionConfig(2, 1, 4, RopeConfig(1e4, 4), 0.5)
+    attention = GqaConfig(2, 1, 4, RopeConfig(1e4, 4), 0.5)
     moe = MoeFfnConfig(GateConfig(max(num_experts, 2), 2), 8)
     ffn = moe if num_experts else DenseFfnConfig(8)
     return ModelConfig(

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import pytest
 
 from expertmesh.model_config import (
-    AttentionConfig,
     DenseFfnConfig,
     GateConfig,
+    GqaConfig,
     LayerConfig,
     ModelConfig,
     MoeFfnConfig,
@@ -36,7 +36,7 @@ LOW, HIGH = {1: [0, 1], 2: [0, 1]}, {1: [2, 3], 2: [2, 3]}
 def model(*, moe: bool = True) -> ModelConfig:
     """Layer 0 is dense, layers 1 and 2 have four experts each."""
     rope = RopeConfig(theta=1e4, dim=8)
-    attention = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope=rope, scale=1.0)
+    attention = GqaConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope=rope, scale=1.0)
     dense = LayerConfig(attention, DenseFfnConfig(8))
     experts = LayerConfig(attention, MoeFfnConfig(GateConfig(num_experts=4, top_k=2), 8))
     layers = (dense, experts, experts) if moe else (dense,)
