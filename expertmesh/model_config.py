@@ -75,7 +75,7 @@ class KvLayout:
 @dataclass(frozen=True)
 class GqaConfig:
     """Grouped-query attention. In the order of computation: q, k, v projections with optional
-    biases, clip, qk-norm, rope, value scale, scores, softcap, softmax with sinks, o projection."""
+    biases, qk-norm, clip, rope, value scale, scores, softcap, softmax with sinks, o projection."""
 
     num_heads: int
     num_kv_heads: int
@@ -154,6 +154,8 @@ class MlaConfig:
     """Dimensions of a value head."""
     rope: RopeConfig
     scale: float
+    latent_norm_eps: float = 1e-6
+    """Of the norms of the latents; those of the layers have their own."""
     bias: bool = False
     """Of the projections to the latents and to the output."""
     sliding_window: int | None = None
