@@ -8,17 +8,18 @@ the steps); this file only knows how many there are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from expertmesh.errors import SettingsError
 from expertmesh.model_config import ModelConfig
+from expertmesh_kernels.paged_attention import KvCache
 
 
 class PagedKvCache:
-    """Key and value caches of all layers: [num_blocks, num_kv_heads, block_size, head_dim].
+    """The pool, and each layer's part of it.
 
     Memory is left as allocated: attention reads only positions that were written. So the
     operating system commits pages of the pool as they are used for the first time.
@@ -35,15 +36,12 @@ class PagedKvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = kv_block_bytes(config, block_size, dtype)
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            (
-                torch.empty(shape, dtype=dtype, device=device),
-                torch.empty(shape, dtype=dtype, device=device),
-            )
-            for shape in (
-                (num_blocks, layer.gqa.num_kv_heads, block_size, layer.gqa.head_dim)
-                for layer in config.layers
-            )
+        layouts = [layer.attention.kv for layer in config.layers]
+        ends = list(accumulate(layout.width * block_size for layout in layouts))
+        self.pool = torch.empty((num_blocks, ends[-1]), dtype=dtype, device=device)
+        self.layers: tuple[KvCache, ...] = tuple(
+            KvCache(self.pool, offset, layout, block_size)
+            for offset, layout in zip([0, *ends[:-1]], layouts, strict=True)
         )
 
 

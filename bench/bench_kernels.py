@@ -13,13 +13,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from expertmesh.model_config import SILU, GateConfig, RopeConfig
+from expertmesh.model_config import SILU, GateConfig, KvLayout, RopeConfig
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
 from expertmesh_kernels.linear import linear, pack_linear
 from expertmesh_kernels.logits import Histories, keep_only, penalize
 from expertmesh_kernels.norm import rms_norm
-from expertmesh_kernels.paged_attention import paged_attention, write_kv
+from expertmesh_kernels.paged_attention import AttentionOptions, KvCache, paged_attention, write_kv
 from expertmesh_kernels.rope import apply_rope, rope_table
 from expertmesh_kernels.router import route
 from expertmesh_kernels.sampling import sample, top_logprobs
@@ -66,11 +66,13 @@ def bench_linear() -> None:
 
 def bench_attention() -> None:
     """9 query heads on 3 KV heads of 64: one row after 500 keys, and a prompt of 512."""
+    options = AttentionOptions(scale=0.125, value_dim=64)
     for dtype in (torch.float32, torch.bfloat16):
-        k_cache = torch.zeros(64, 3, 16, 64, dtype=dtype)
-        v_cache = torch.zeros_like(k_cache)
+        layout = KvLayout(num_heads=3, key_dim=64, value_dim=64)
+        pool = torch.zeros(64, 16 * layout.width, dtype=dtype)
+        cache = KvCache(pool, 0, layout, block_size=16)
         k = torch.randn(1024, 3, 64).to(dtype)
-        write_kv(k, k, k_cache, v_cache, np.arange(1024))
+        write_kv(k, k, cache, np.arange(1024))
         tables = np.random.default_rng(0).permutation(64).astype(np.int32)[None]
         for positions in (np.arange(499, 500), np.arange(512)):
             rows = len(positions)
@@ -78,13 +80,11 @@ def bench_attention() -> None:
             arguments = (tables, np.zeros(rows, np.int32), positions.astype(np.int32))
             show(
                 f"attention {str(dtype)[6:]} {rows} rows",
-                lambda q=q, k=k_cache, v=v_cache, a=arguments: paged_attention(
-                    q, k, v, *a, scale=0.125, sliding_window=None
-                ),
+                lambda q=q, c=cache, a=arguments: paged_attention(q, c, *a, options),
             )
         show(
             f"write_kv {str(dtype)[6:]} 1 row",
-            lambda k=k, a=k_cache, b=v_cache: write_kv(k[:1], k[:1], a, b, np.arange(1)),
+            lambda k=k, c=cache: write_kv(k[:1], k[:1], c, np.arange(1)),
         )
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from attention_worker.kv_cache import PagedKvCache
+from expertmesh_kernels.paged_attention import KvCache
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class AttentionInputs:
     block_tables_SB: npt.NDArray[np.int32]
     kv_slots_T: npt.NDArray[np.int64]
     """Where a row's own key and value go: block * block_size + offset."""
-    caches: tuple[tuple[Tensor, Tensor], ...]
-    """Per layer: keys and values, [num_blocks, num_kv_heads, block_size, head_dim]."""
+    caches: tuple[KvCache, ...]
+    """Keys and values of each layer."""
 
 
 class PagedKvState:

@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertmesh.model_config import SILU
+from expertmesh.model_config import SILU, KvLayout
 from expertmesh_kernels.grouped_mlp import ExpertWeights, grouped_mlp
 from expertmesh_kernels.host import as_array
 from expertmesh_kernels.linear import linear, pack_linear
 from expertmesh_kernels.norm import rms_norm
-from expertmesh_kernels.paged_attention import paged_attention, write_kv
+from expertmesh_kernels.paged_attention import (
+    AttentionOptions,
+    KvCache,
+    paged_attention,
+    write_kv,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _ROWS = 20
 _HIDDEN = 72
 _BLOCKS = 5
 _BLOCK_SIZE = 16
+_HEADS = 2
 _HEAD_DIM = 24
 
 
@@ -64,8 +72,8 @@ def _outputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     yield _invariant("norm", lambda rows: rms_norm(x_RH[rows], norm_H, 1e-5))
     experts = {e: _expert(e, dtype) for e in range(2)}
     yield _invariant("grouped_mlp", lambda rows: _run_experts(x_RH, rows, experts))
-    caches = _written_caches(dtype)
-    yield _invariant("attention", lambda rows: _run_attention(rows, dtype, *caches))
+    for name, cache, options in _attention_layers(dtype):
+        yield _invariant(name, partial(_run_attention, cache=cache, options=options))
 
 
 def _invariant(name: str, run: Callable[[NDArray[np.int64]], Tensor]) -> tuple[str, Tensor]:
@@ -91,25 +99,35 @@ def _run_experts(
     return grouped_mlp(x_RH, rows, rows % len(experts), experts, SILU)
 
 
-def _written_caches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    k_cache = torch.zeros(_BLOCKS, 1, _BLOCK_SIZE, _HEAD_DIM, dtype=dtype)
-    v_cache = torch.zeros_like(k_cache)
+def _attention_layers(dtype: torch.dtype) -> Iterator[tuple[str, KvCache, AttentionOptions]]:
+    """Grouped queries as most models have them, with all options, and over a latent."""
+    heads = KvLayout(1, _HEAD_DIM, _HEAD_DIM)
+    plain = AttentionOptions(scale=0.25, value_dim=_HEAD_DIM)
+    sinks_n = fixed_values(_HEADS, seed=11)
+    capped = replace(plain, sliding_window=21, softcap=2.0, sinks_n=sinks_n)
+    latent = replace(plain, value_dim=_HEAD_DIM - 8)
+    yield "attention", _written_cache(heads, dtype), plain
+    yield "attention with softcap and sinks", _written_cache(heads, dtype), capped
+    yield "attention over a latent", _written_cache(KvLayout(1, _HEAD_DIM, 0), dtype), latent
+
+
+def _written_cache(layout: KvLayout, dtype: torch.dtype) -> KvCache:
+    pool = torch.zeros(_BLOCKS, layout.width * _BLOCK_SIZE, dtype=dtype)
+    cache = KvCache(pool, 0, layout, _BLOCK_SIZE)
     length = _BLOCKS * _BLOCK_SIZE
-    k_TnD = fixed_values(length, 1, _HEAD_DIM, seed=8).to(dtype)
-    v_TnD = fixed_values(length, 1, _HEAD_DIM, seed=9).to(dtype)
-    write_kv(k_TnD, v_TnD, k_cache, v_cache, np.arange(length))
-    return k_cache, v_cache
+    k_TnD = fixed_values(length, 1, layout.key_dim, seed=8).to(dtype)
+    v_TnD = fixed_values(length, 1, layout.value_dim, seed=9).to(dtype)
+    write_kv(k_TnD, v_TnD, cache, np.arange(length))
+    return cache
 
 
-def _run_attention(
-    rows: NDArray[np.int64], dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor
-) -> Tensor:
+def _run_attention(rows: NDArray[np.int64], cache: KvCache, options: AttentionOptions) -> Tensor:
     """Queries at the last `_ROWS` positions of one sequence."""
     positions_T = (rows + (_BLOCKS * _BLOCK_SIZE - _ROWS)).astype(np.int32)
-    q_TnD = fixed_values(_ROWS, 2, _HEAD_DIM, seed=10).to(dtype)[torch.from_numpy(rows)]
+    q_TnD = fixed_values(_ROWS, _HEADS, _HEAD_DIM, seed=10).to(cache.pool.dtype)
     tables_SB = np.arange(_BLOCKS, dtype=np.int32)[None, ::-1].copy()
     sequence_T = np.zeros(len(rows), np.int32)
     out_TnD = paged_attention(
-        q_TnD, k_cache, v_cache, tables_SB, sequence_T, positions_T, scale=0.25, sliding_window=None
+        q_TnD[torch.from_numpy(rows)], cache, tables_SB, sequence_T, positions_T, options
     )
     return out_TnD.flatten(1)

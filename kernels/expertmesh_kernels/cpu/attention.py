@@ -1,13 +1,14 @@
 """Paged attention. One chain per score and per output element, so neighbours cannot change a bit.
 
-Inside a block the key cache is stored transposed, [head_dim, block_size]: then scores are products
-of query rows with panels of 64 keys, and the weighted sum is a product of probabilities with panels
-of 64 value columns. Both run on the register tile of the linear layers, in FP32. With keys j
-ascending from the first one visible to the row's position:
+Scores are products of query rows with panels of 64 keys, and the weighted sum is a product of
+probabilities with panels of 64 value columns. Both run on the register tile of the linear layers,
+in FP32. With keys j ascending from the first one visible to the row's position:
 
     score[j] = scale * (chain over d of fma(q[d], k[j, d], acc))
-    p[j]     = exp(score[j] - max)
-    out[d]   = (chain over j of fma(p[j], v[j, d], acc)) / sum of p, in the order of `lane_sum`
+    score[j] = cap * tanh(score[j] / cap)                      with a softcap
+    p[j]     = exp(score[j] - max)                             max over scores, and the head's sink
+    out[d]   = (chain over j of fma(p[j], v[j, d], acc)) / sum
+    sum      = sum of p in the order of `lane_sum`             + exp(sink - max) with a sink
 
 Adjacent rows of one sequence (a prefill chunk) share the loads of keys and values.
 """
@@ -18,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.primitives import exp, narrow_like
+from expertmesh_kernels.cpu.pages import Pages, load_keys, load_values
+from expertmesh_kernels.cpu.primitives import exp, narrow_like, tanh
 from expertmesh_kernels.cpu.storage import lane_max, lane_sum, widen_block
 from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
 
@@ -27,49 +29,18 @@ MAX_QUERIES = 24
 
 
 @njit
-def write_kv(
-    k: NDArray[np.generic],
-    k_stride: int,
-    v: NDArray[np.generic],
-    v_stride: int,
-    k_cache: NDArray[np.generic],
-    v_cache: NDArray[np.generic],
-    slots_T: NDArray[np.int64],
-) -> None:
-    """Store keys (transposed inside a block) and values of new tokens.
-
-    Args:
-        k: Flat keys; row t starts at t * k_stride. Likewise v.
-        k_stride: Distance of two rows.
-        v: Flat values.
-        v_stride: Distance of two rows.
-        k_cache: [blocks, kv heads, head_dim, block_size].
-        v_cache: [blocks, kv heads, block_size, head_dim].
-        slots_T: block * block_size + offset for each row.
-    """
-    _, num_kv_heads, head_dim, block_size = k_cache.shape
-    for t in range(slots_T.size):
-        block = slots_T[t] // block_size
-        offset = slots_T[t] - block * block_size
-        for head in range(num_kv_heads):
-            k_at = t * k_stride + head * head_dim
-            v_at = t * v_stride + head * head_dim
-            for d in range(head_dim):
-                k_cache[block, head, d, offset] = k[k_at + d]
-                v_cache[block, head, offset, d] = v[v_at + d]
-
-
-@njit
 def paged_attention(
     q: NDArray[np.generic],
     q_stride: int,
-    k_cache: NDArray[np.generic],
-    v_cache: NDArray[np.generic],
+    pool: NDArray[np.generic],
+    pages: Pages,
     block_tables_SB: NDArray[np.int32],
     sequence_of_row_T: NDArray[np.int32],
     positions_T: NDArray[np.int32],
     scale: np.float32,
     window: int,
+    softcap: np.float32,
+    sinks_n: NDArray[np.float32],
     out_TnD: NDArray[np.generic],
 ) -> None:
     """Attention of every row over its sequence's keys up to its own position.
@@ -77,46 +48,47 @@ def paged_attention(
     Args:
         q: Flat queries; row t starts at t * q_stride.
         q_stride: Distance of two rows.
-        k_cache: [blocks, kv heads, head_dim, block_size].
-        v_cache: [blocks, kv heads, block_size, head_dim].
+        pool: Flat.
+        pages: Where the layer's keys and values are.
         block_tables_SB: Blocks of each sequence in order.
         sequence_of_row_T: Row of `block_tables_SB`.
         positions_T: Position of each row; its own key is already written.
         scale: Factor of the scores.
         window: Keys visible to a row, itself included.
-        out_TnD: Output, any stored type.
+        softcap: Bound of the scores, or 0.
+        sinks_n: One logit per head, or empty.
+        out_TnD: Output, any stored type; D is the dimension of values.
     """
-    num_rows, num_heads, head_dim = out_TnD.shape
-    num_kv_heads = k_cache.shape[1]
-    group = num_heads // num_kv_heads
+    num_rows, num_heads, value_dim = out_TnD.shape
+    key_dim = pages.key_dim
+    group = num_heads // pages.num_heads
     max_rows = max(1, MAX_QUERIES // group)
-    k_flat = k_cache.reshape(k_cache.size)
-    v_flat = v_cache.reshape(v_cache.size)
     room = _scratch_keys(positions_T, window, max_rows)
-    columns = -(-head_dim // PANEL) * PANEL
-    wide_q = np.empty(max_rows * group * head_dim, np.float32)
+    columns = -(-value_dim // PANEL) * PANEL
+    wide_q = np.empty(max_rows * group * key_dim, np.float32)
     scores = np.empty(max_rows * group * room, np.float32)
     sums = np.empty(max_rows * group, np.float32)
-    panel = np.zeros(max(head_dim, columns) * PANEL, np.float32)
+    panel = np.zeros(max(key_dim, columns) * PANEL, np.float32)
     acc = np.empty(max(max_rows * group * columns, MAX_ROWS * PANEL), np.float32)
     t = 0
     while t < num_rows:
         rows = _run_length(sequence_of_row_T, positions_T, t, max_rows)
         table = block_tables_SB[sequence_of_row_T[t]]
         first = int(positions_T[t])
-        for kv_head in range(num_kv_heads):
+        for kv_head in range(pages.num_heads):
             head = kv_head * group
             for r in range(rows):
-                q_at = (t + r) * q_stride + head * head_dim
-                widen_block(q, q_at, 0, 1, group * head_dim, wide_q, r * group * head_dim, 0)
+                q_at = (t + r) * q_stride + head * key_dim
+                widen_block(q, q_at, 0, 1, group * key_dim, wide_q, r * group * key_dim, 0)
             _scores(
-                wide_q, rows * group, k_flat, k_cache.shape, kv_head, table,
+                wide_q, rows * group, pool, pages, kv_head, table,
                 first, rows, window, scale, panel, acc, scores, room,
             )  # fmt: skip
-            _softmax(scores, room, sums, first, rows, group, window)
+            sinks = sinks_n[head : head + group]  # of no sinks: empty
+            _softmax(scores, room, sums[: rows * group], first, rows, window, softcap, sinks)
             _weighted_sums(
-                scores, room, v_flat, k_cache.shape, kv_head, table,
-                first, rows, group, window, panel, acc,
+                scores, room, pool, pages, kv_head, table,
+                first, rows, group, window, value_dim, panel, acc,
             )  # fmt: skip
             _store(acc, sums, rows, group, out_TnD, t, head)
         t += rows
@@ -158,8 +130,8 @@ def _first_panel(first: int, window: int) -> int:
 def _scores(
     wide_q: NDArray[np.float32],
     num_queries: int,
-    k_flat: NDArray[np.generic],
-    k_shape: tuple[int, int, int, int],
+    pool: NDArray[np.generic],
+    pages: Pages,
     kv_head: int,
     table: NDArray[np.int32],
     first: int,
@@ -172,15 +144,15 @@ def _scores(
     room: int,
 ) -> None:
     """scores[m * room + j - origin] for all keys of the run, some beyond a row's own range."""
-    head_dim = k_shape[2]
+    key_dim = pages.key_dim
     origin = _first_panel(first, window)
     end = first + rows
     for begin in range(origin, end, PANEL):
-        _load_keys(k_flat, k_shape, kv_head, table, begin, min(begin + PANEL, end), panel)
+        load_keys(pool, pages, kv_head, table, begin, min(begin + PANEL, end), panel)
         for m in range(0, num_queries, MAX_ROWS):
             tile = min(MAX_ROWS, num_queries - m)
             acc[: tile * PANEL] = np.float32(0.0)
-            run_tile(tile, wide_q, m * head_dim, head_dim, panel, 0, head_dim, acc, 0)
+            run_tile(tile, wide_q, m * key_dim, key_dim, panel, 0, key_dim, acc, 0)
             for r in range(tile):
                 at = (m + r) * room + begin - origin
                 target = scores[at : at + PANEL]
@@ -190,74 +162,67 @@ def _scores(
 
 
 @njit
-def _load_keys(
-    k_flat: NDArray[np.generic],
-    k_shape: tuple[int, int, int, int],
-    kv_head: int,
-    table: NDArray[np.int32],
-    begin: int,
-    end: int,
-    panel: NDArray[np.float32],
-) -> None:
-    """panel[d * 64 + j - begin] = k[j, d]; lanes from `end` on may hold anything."""
-    _, num_kv_heads, head_dim, block_size = k_shape
-    j = begin
-    while j < end:
-        index = j // block_size
-        offset = j - index * block_size
-        count = min(block_size - offset, begin + PANEL - j)  # past `end`, not past the block
-        at = (int(table[index]) * num_kv_heads + kv_head) * head_dim * block_size + offset
-        widen_block(k_flat, at, block_size, head_dim, count, panel, j - begin, PANEL)
-        j += count
-
-
-@njit
 def _softmax(
     scores: NDArray[np.float32],
     room: int,
     sums: NDArray[np.float32],
     first: int,
     rows: int,
-    group: int,
     window: int,
+    softcap: np.float32,
+    sinks: NDArray[np.float32],
 ) -> None:
-    """Replace each visible score by exp(score - max), and keep the sums."""
+    """Replace each visible score by exp(score - max), and keep the sums.
+
+    `sinks` are those of one group, or empty.
+    """
     origin = _first_panel(first, window)
-    for r in range(rows):
-        end = first + r + 1
+    group = sums.size // rows
+    for m in range(sums.size):
+        end = first + m // group + 1
         start = max(end - window, 0)
-        for m in range(r * group, (r + 1) * group):
-            visible = scores[m * room + start - origin : m * room + end - origin]
-            top = lane_max(visible)
-            for j in range(visible.size):
-                visible[j] = exp(visible[j] - top)
-            sums[m] = lane_sum(visible)
+        visible = scores[m * room + start - origin : m * room + end - origin]
+        if softcap > 0:
+            _cap(visible, softcap)
+        top = lane_max(visible)
+        sink = sinks[m % group] if sinks.size > 0 else np.float32(-np.inf)
+        top = sink if sink > top else top
+        for j in range(visible.size):
+            visible[j] = exp(visible[j] - top)
+        sums[m] = lane_sum(visible) + exp(sink - top)
+
+
+@njit
+def _cap(values: NDArray[np.float32], cap: np.float32) -> None:
+    for j in range(values.size):
+        values[j] = cap * tanh(values[j] / cap)
 
 
 @njit
 def _weighted_sums(
     scores: NDArray[np.float32],
     room: int,
-    v_flat: NDArray[np.generic],
-    k_shape: tuple[int, int, int, int],
+    pool: NDArray[np.generic],
+    pages: Pages,
     kv_head: int,
     table: NDArray[np.int32],
     first: int,
     rows: int,
     group: int,
     window: int,
+    value_dim: int,
     panel: NDArray[np.float32],
     acc: NDArray[np.float32],
 ) -> None:
     """acc[column panel, m, c]: chains over each row's visible keys, ascending."""
     num_queries = rows * group
-    num_panels = -(-k_shape[2] // PANEL)
+    num_panels = -(-value_dim // PANEL)
     origin = _first_panel(first, window)
     end = first + rows
     acc[: num_panels * num_queries * PANEL] = np.float32(0.0)
     for begin in range(origin, end, PANEL):
         stop = min(begin + PANEL, end)
-        _load_values(v_flat, k_shape, kv_head, table, begin, stop, panel)
+        load_values(pool, pages, kv_head, table, begin, stop, value_dim, panel)
         # The last row starts latest and the first row ends first.
         is_shared = begin >= max(end - window, 0) and stop <= first + 1
         runs = 1 if is_shared else rows
@@ -276,32 +241,6 @@ def _weighted_sums(
 
 
 @njit
-def _load_values(
-    v_flat: NDArray[np.generic],
-    k_shape: tuple[int, int, int, int],
-    kv_head: int,
-    table: NDArray[np.int32],
-    begin: int,
-    end: int,
-    panel: NDArray[np.float32],
-) -> None:
-    """panel[p * 64 * 64 + (j - begin) * 64 + c] = v[j, 64 p + c]."""
-    _, num_kv_heads, head_dim, block_size = k_shape
-    j = begin
-    while j < end:
-        index = j // block_size
-        offset = j - index * block_size
-        count = min(block_size - offset, end - j)
-        row = (int(table[index]) * num_kv_heads + kv_head) * block_size + offset
-        for column in range(0, head_dim, PANEL):
-            width = min(PANEL, head_dim - column)
-            at = row * head_dim + column
-            panel_at = (column + j - begin) * PANEL
-            widen_block(v_flat, at, head_dim, count, width, panel, panel_at, PANEL)
-        j += count
-
-
-@njit
 def _store(
     acc: NDArray[np.float32],
     sums: NDArray[np.float32],
@@ -312,11 +251,11 @@ def _store(
     head: int,
 ) -> None:
     """out = acc / sum, rounded once."""
-    head_dim = out_TnD.shape[2]
+    value_dim = out_TnD.shape[2]
     for m in range(rows * group):
         target = out_TnD[t + m // group, head + m % group]
         total = sums[m]
-        for column in range(0, head_dim, PANEL):
+        for column in range(0, value_dim, PANEL):
             at = (column // PANEL * rows * group + m) * PANEL
-            for c in range(min(PANEL, head_dim - column)):
+            for c in range(min(PANEL, value_dim - column)):
                 target[column + c] = narrow_like(acc[at + c] / total, out_TnD)

@@ -61,8 +61,8 @@ def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
     assert kv_block_bytes(_config(), 4, BF16) == 512
     kv = PagedKvCache(_config(), 5, 4, BF16, CPU)
     assert kv.block_bytes == 512
-    assert [tuple(k.shape) for k, _ in kv.layers] == [(5, 2, 4, 8)] * 2
-    assert sum(k.nbytes + v.nbytes for k, v in kv.layers) == 5 * 512
+    assert kv.pool.shape == (5, 256)
+    assert [(layer.offset, layer.elements) for layer in kv.layers] == [(0, 128), (128, 128)]
 
 
 def test_pool_is_the_smaller_of_memory_and_need() -> None:

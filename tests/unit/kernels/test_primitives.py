@@ -1,4 +1,4 @@
-"""Our exp and log against NumPy in double precision."""
+"""Our exp, tanh and log against NumPy in double precision."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.primitives import exp, log
+from expertmesh_kernels.cpu.primitives import exp, log, tanh
 
 
 @njit
@@ -15,6 +15,15 @@ def exp_of(values: NDArray[np.float32]) -> NDArray[np.float32]:
     result = np.empty_like(values)
     for i in range(values.size):
         result[i] = exp(values[i])
+    return result
+
+
+@njit
+def tanh_of(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The kernel's tanh of each value."""
+    result = np.empty_like(values)
+    for i in range(values.size):
+        result[i] = tanh(values[i])
     return result
 
 
@@ -46,6 +55,22 @@ def test_a_value_has_the_same_bits_in_any_vector() -> None:
     values = np.linspace(-20, 20, 101).astype(np.float32)
     alone = np.concatenate([exp_of(values[i : i + 1].copy()) for i in range(values.size)])
     np.testing.assert_array_equal(exp_of(values), alone)
+
+
+def test_tanh_is_within_three_ulp() -> None:
+    """Also where it is nearly x, at the seam of its two forms, and where it is nearly 1."""
+    seam = np.nextafter(np.full(2, 0.625, np.float32), np.array([0, 1], np.float32))
+    small = 2.0 ** -np.arange(1, 120)
+    values = np.concatenate([np.linspace(-12, 12, 200_000), seam, small]).astype(np.float32)
+    expected = np.tanh(values.astype(np.float64))
+    assert np.max(np.abs((tanh_of(values) - expected) / expected)) < 3 * 2.0**-24
+
+
+def test_tanh_of_special_values() -> None:
+    """Zero is zero, large values give 1, NaN stays."""
+    values = np.array([0, np.inf, -np.inf, np.nan, 1e-45, 3e38], np.float32)
+    expected = np.array([0, 1, -1, np.nan, 1e-45, 1], np.float32)
+    np.testing.assert_array_equal(tanh_of(values), expected)
 
 
 def test_log_is_accurate_on_the_unit_interval() -> None:
