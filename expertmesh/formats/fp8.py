@@ -1,0 +1,60 @@
+"""FP8 weights with one scale per block of rows and columns (DeepSeek-V3, Qwen3 and others)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertmesh.formats.tables import expand_e4m3
+from expertmesh.formats.weight_format import (
+    FLOAT_CODES,
+    Float32,
+    PartData,
+    StoredPart,
+    blocks,
+    matrix,
+    to_float32,
+)
+
+
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """`X` in E4M3 and `X_scale_inv`, a factor per block (whatever its name says, it multiplies).
+
+    The last blocks of rows and columns may be shorter.
+    """
+
+    block_rows: int
+    block_columns: int
+    byte_scales: bool = False
+    """Scales may also be stored as biased exponents in U8 (`scale_fmt` is ue8m0)."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"fp8 in blocks of {self.block_rows} x {self.block_columns}"
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
+        """Codes and scales."""
+        front, rows, columns = matrix(shape)
+        grid = (*front, blocks(rows, self.block_rows), blocks(columns, self.block_columns))
+        codes = (*FLOAT_CODES, "F8_E8M0", *(("U8",) if self.byte_scales else ()))
+        return StoredPart("", ("F8_E4M3",), shape), StoredPart("_scale_inv", codes, grid)
+
+    def decode(self, parts: Sequence[PartData], shape: tuple[int, int]) -> Float32:
+        """code * scale."""
+        codes, scales = parts
+        weight = expand_e4m3(codes.data.view(np.uint8)).reshape(shape)
+        multiply_blocks(weight, to_float32(scales), self.block_rows, self.block_columns)
+        return weight
+
+
+def multiply_blocks(weight: Float32, scales: Float32, block_rows: int, block_columns: int) -> None:
+    """Multiplies each block of a matrix by its scale, in place."""
+    columns = weight.shape[1]
+    with np.errstate(over="ignore", invalid="ignore"):  # the reader refuses what is not finite
+        for index, row_scales in enumerate(scales):
+            wide = np.repeat(row_scales, block_columns)[:columns]
+            weight[index * block_rows : (index + 1) * block_rows] *= wide

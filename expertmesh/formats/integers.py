@@ -1,0 +1,156 @@
+"""Integers with scales and perhaps zero points, as compressed-tensors stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertmesh.formats.tables import expand_int4
+from expertmesh.formats.weight_format import (
+    FLOAT_CODES,
+    Array,
+    Float32,
+    PartData,
+    StoredPart,
+    blocks,
+    matrix,
+    to_float32,
+)
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Which elements share a scale, and whether they share a zero point: (code - zero) * scale."""
+
+    strategy: str
+    """tensor, channel (one per row) or group (one per `group_size` columns of a row)."""
+    group_size: int = 0
+    symmetric: bool = True
+    """No zero points."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        size = f" of {self.group_size}" if self.strategy == "group" else ""
+        return f"{self.strategy}{size}{'' if self.symmetric else ', asymmetric'}"
+
+    def grid(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of the scales.
+
+        Raises:
+            ValueError: the groups do not divide the columns.
+        """
+        if self.strategy == "tensor":
+            return (1,)
+        if self.strategy == "channel":
+            return (rows, 1)
+        if columns % self.group_size:
+            raise ValueError(
+                f"groups of {self.group_size} columns do not divide its {columns} columns"
+            )
+        return (rows, columns // self.group_size)
+
+    def apply(self, weight: Float32, scales: Float32, zeros: Float32 | None) -> None:
+        """Subtracts zero points [rows, groups], multiplies by scales; in place."""
+        rows, columns = weight.shape
+        width = self.group_size if self.strategy == "group" else columns
+        grouped = weight.reshape(rows, -1, width)
+        with np.errstate(over="ignore", invalid="ignore"):  # the reader refuses infinities
+            if zeros is not None:
+                grouped -= zeros.reshape(-1, zeros.shape[-1], 1)
+            grouped *= scales.reshape(-1, scales.shape[-1], 1)
+
+
+@dataclass(frozen=True)
+class PackedIntegers:
+    """`X_packed`, integers of 4 or 8 bits side by side in I32 words, first in the lowest bits.
+
+    Also `X_scale`, `X_shape` [2] and, if asymmetric, `X_zero_point`, which is packed along the
+    rows. Codes and zero points are stored with 2 ** (bits - 1) added.
+    """
+
+    bits: int
+    scaling: Scaling
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"packed int{self.bits} per {self.scaling.name}"
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
+        """Words, scales, shape, zero points."""
+        rows, columns = _plain_matrix(shape)
+        grid = self.scaling.grid(rows, columns)
+        found = (
+            StoredPart("_packed", ("I32",), (rows, self._words(columns))),
+            StoredPart("_scale", FLOAT_CODES, grid),
+            StoredPart("_shape", ("I64", "I32"), (2,)),
+        )
+        if self.scaling.symmetric:
+            return found
+        return *found, StoredPart("_zero_point", ("I32",), (self._words(rows), grid[-1]))
+
+    def decode(self, parts: Sequence[PartData], shape: tuple[int, int]) -> Float32:
+        """(code - zero) * scale."""
+        words, scales, stored_shape, *zero_points = parts
+        if stored_shape.data.tolist() != list(shape):
+            raise ValueError(f"_shape: expected {list(shape)}, found {stored_shape.data.tolist()}")
+        weight = self._unpack(words.data, shape[1])
+        zeros = None
+        if zero_points:
+            zeros = self._unpack(np.ascontiguousarray(zero_points[0].data.T), shape[0]).T
+        self.scaling.apply(weight, to_float32(scales), zeros)
+        return weight
+
+    def _words(self, count: int) -> int:
+        return blocks(count * self.bits, WORD_BITS)
+
+    def _unpack(self, words: Array, count: int) -> Float32:
+        """Rows of words to rows of `count` integers."""
+        codes = words.view(np.uint8)  # words are little-endian in the file and in memory
+        if self.bits == 4:
+            wide = expand_int4(codes).reshape(len(words), -1)
+        else:
+            wide = codes.astype(np.float32)
+            wide -= 128
+        return np.ascontiguousarray(wide[:, :count])
+
+
+@dataclass(frozen=True)
+class PlainIntegers:
+    """`X` in I8, `X_scale` and, if asymmetric, `X_zero_point` in I8."""
+
+    scaling: Scaling
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"int8 per {self.scaling.name}"
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
+        """Codes, scales, zero points."""
+        rows, columns = _plain_matrix(shape)
+        grid = self.scaling.grid(rows, columns)
+        found = (StoredPart("", ("I8",), shape), StoredPart("_scale", FLOAT_CODES, grid))
+        if self.scaling.symmetric:
+            return found
+        return *found, StoredPart("_zero_point", ("I8",), grid)
+
+    def decode(self, parts: Sequence[PartData], shape: tuple[int, int]) -> Float32:
+        """(code - zero) * scale."""
+        codes, scales, *zero_points = parts
+        weight = codes.data.astype(np.float32)
+        zeros = zero_points[0].data.astype(np.float32) if zero_points else None
+        self.scaling.apply(weight, to_float32(scales), zeros)
+        return weight.reshape(shape)
+
+
+def _plain_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    front, rows, columns = matrix(shape)
+    if front:
+        raise ValueError("experts that are stacked in one tensor are not supported in this format")
+    return rows, columns

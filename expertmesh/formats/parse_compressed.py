@@ -1,0 +1,159 @@
+"""Reads the `quantization_config` of compressed-tensors."""
+
+from __future__ import annotations
+
+from expertmesh.families.config_reader import ConfigReader
+from expertmesh.formats.integers import PackedIntegers, PlainIntegers, Scaling
+from expertmesh.formats.modules import LINEAR, REGEX, Targets, check_pattern
+from expertmesh.formats.quantization import CompressedTensors
+from expertmesh.formats.reading import names, refuse_unknown
+from expertmesh.formats.weight_format import WeightFormat
+
+PACKED, INTEGERS, NAIVE, MIXED = (
+    "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision",
+)  # fmt: skip
+_STORAGE = (PACKED, INTEGERS, NAIVE)
+_STRATEGIES = ("tensor", "channel", "group")
+MAX_GROUP_SIZE = 1 << 20
+
+
+def parse_compressed_tensors(reader: ConfigReader) -> CompressedTensors:
+    """Groups of targets with their formats.
+
+    Raises:
+        CheckpointError: a key or value is not supported.
+    """
+    refuse_unknown(
+        reader,
+        {
+            "config_groups", "format", "ignore", "quant_method", "quantization_status", "version",
+            "global_compression_ratio", "sparsity_config", "run_compressed", "dequantize",
+        },
+    )  # fmt: skip
+    _check_sparsity(reader)
+    _choice(reader, "quantization_status", ("compressed", "frozen"), "compressed")
+    default = _choice(reader, "format", (*_STORAGE, MIXED), "")
+    formats = dict(
+        pair for group in _groups(reader) for pair in _parse_group(group, default).items()
+    )
+    return CompressedTensors(
+        Targets(tuple(formats)),
+        tuple(formats.items()),
+        Targets(_patterns(reader, "ignore")),
+        reader.prefix.rstrip("."),
+        "ignore",
+    )
+
+
+def _groups(reader: ConfigReader) -> list[ConfigReader]:
+    groups = reader.child("config_groups")
+    if groups is None or not groups.raw:
+        reader.fail("config_groups", "at least one group")
+    children = [groups.child(name) for name in groups.raw]
+    return [child for child in children if child is not None]
+
+
+def _parse_group(reader: ConfigReader, default_storage: str) -> dict[str, WeightFormat | None]:
+    refuse_unknown(reader, {"targets", "weights", "input_activations", "format"})
+    targets = _patterns(reader, "targets")
+    if not targets:
+        reader.fail("targets", "at least one target")
+    for target in targets:
+        if not (target == LINEAR or target.startswith(REGEX) or target[:1].islower()):
+            reader.fail("targets", f"'Linear', names or 're:' patterns, not {target[:60]!r}")
+    _check_activations(reader)
+    weights = reader.child("weights")
+    storage = _choice(reader, "format", _STORAGE, default_storage)
+    if weights is None:
+        return dict.fromkeys(targets)
+    return dict.fromkeys(targets, _parse_weights(weights, reader, storage))
+
+
+def _parse_weights(reader: ConfigReader, group: ConfigReader, storage: str) -> WeightFormat:
+    refuse_unknown(
+        reader,
+        {
+            "num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder",
+            "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
+        },
+    )  # fmt: skip
+    _choice(reader, "type", ("int",), "int")
+    if reader.boolean("dynamic", False):
+        reader.fail("dynamic", "false")
+    _check_order(reader)
+    bits = reader.integer("num_bits", 1, 32, 8)
+    scaling = _parse_scaling(reader)
+    if storage == PACKED:
+        if bits not in (4, 8):
+            reader.fail("num_bits", "4 or 8")
+        if scaling.strategy == "tensor" and not scaling.symmetric:
+            reader.fail("strategy", "'channel' or 'group', as zero points are packed")
+        return PackedIntegers(bits, scaling)
+    if storage not in _STORAGE:
+        group.fail("format", f"one of {', '.join(_STORAGE)}")
+    if bits != 8:
+        reader.fail("num_bits", f"8, as the format is {storage}")
+    return PlainIntegers(scaling)
+
+
+def _parse_scaling(reader: ConfigReader) -> Scaling:
+    group_size = reader.optional_integer("group_size", -1, MAX_GROUP_SIZE)
+    strategy = reader.text("strategy", _usual_strategy(group_size))
+    if strategy not in _STRATEGIES:
+        reader.fail("strategy", f"one of {', '.join(_STRATEGIES)}")
+    symmetric = reader.boolean("symmetric", True)
+    if strategy != "group":
+        if group_size is not None and group_size > 0:
+            reader.fail("group_size", f"null or -1, as the strategy is {strategy}")
+        return Scaling(strategy, symmetric=symmetric)
+    if group_size is None or group_size < 1:
+        reader.fail("group_size", "a positive integer, as the strategy is group")
+    return Scaling(strategy, group_size, symmetric)
+
+
+def _usual_strategy(group_size: int | None) -> str:
+    if group_size is None:
+        return "tensor"
+    return "channel" if group_size == -1 else "group"
+
+
+def _check_order(reader: ConfigReader) -> None:
+    """An order of the columns that was only used to calibrate changes nothing in the files."""
+    if reader.raw.get("actorder") in (None, False, "weight", "static"):
+        return
+    reader.fail(
+        "actorder",
+        "null, 'weight' or 'static'",
+        fix="columns in another order (g_idx) are not supported",
+    )
+
+
+def _check_activations(reader: ConfigReader) -> None:
+    """Activations that would be quantised on the fly are computed unquantised: the weights are
+    the same, the results nearer to those of the model before it was quantised."""
+    activations = reader.child("input_activations")
+    if activations is not None and activations.raw.get("dynamic") is not True:
+        activations.fail("dynamic", "true", fix="static scales of activations are not supported")
+
+
+def _check_sparsity(reader: ConfigReader) -> None:
+    sparsity = reader.child("sparsity_config")
+    if sparsity is not None and sparsity.raw:
+        _choice(sparsity, "format", ("dense",), "")
+
+
+def _choice(reader: ConfigReader, key: str, allowed: tuple[str, ...], default: str) -> str:
+    value = reader.text(key, default).lower()
+    if value not in allowed and not (value == default == ""):
+        reader.fail(key, f"one of {', '.join(allowed)}")
+    return value
+
+
+def _patterns(reader: ConfigReader, key: str) -> tuple[str, ...]:
+    entries = names(reader, key)
+    for entry in entries:
+        if entry.startswith(REGEX):
+            expected = check_pattern(entry.removeprefix(REGEX))
+            if expected is not None:
+                reader.fail(key, f"{expected}, not {entry[:60]!r}")
+    return entries
