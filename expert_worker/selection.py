@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from expertmesh.errors import SettingsError
+from expertmesh.placement import expert_share
 
 _SHARE = re.compile(r"(\d{1,9})/(\d{1,9})")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -37,8 +38,7 @@ def parse_experts(text: str, num_experts: int) -> tuple[int, ...]:
 def _share(text: str, index: int, num_shares: int, num_experts: int) -> tuple[int, ...]:
     if index >= num_shares:
         raise SettingsError(f"experts is {text!r}: {_EXPECTED}")
-    bounds = [num_experts * i // num_shares for i in (index, index + 1)]
-    return tuple(range(*bounds))
+    return tuple(expert_share(index, num_shares, num_experts))
 
 
 def _range(text: str, part: str, num_experts: int) -> range:

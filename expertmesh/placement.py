@@ -100,6 +100,12 @@ class ExpertMap:
         return len(self.moe_layers) * self.num_experts
 
 
+def expert_share(index: int, num_shares: int, num_experts: int) -> range:
+    """The experts of one of `num_shares` contiguous shares, whose sizes differ by one at most."""
+    first, last = (num_experts * i // num_shares for i in (index, index + 1))
+    return range(first, last)
+
+
 def missing_pairs(uncovered: dict[int, Sequence[int]]) -> list[tuple[int, int]]:
     """Flattens `ExpertMap.uncovered()` to (layer, expert) pairs."""
     return [(layer, expert) for layer, experts in uncovered.items() for expert in experts]

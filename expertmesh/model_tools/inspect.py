@@ -1,84 +1,116 @@
-"""A page of facts about a model folder, after checking it as strictly as serving does."""
+"""What is in a model folder. With weights, they are checked as strictly as serving does."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from expertmesh.checkpoint import Checkpoint
-from expertmesh.model_config import ModelConfig, RopeConfig
-from expertmesh.safetensors_file import STORAGE
+from expertmesh.errors import SettingsError
+from expertmesh.families import load_model_config
+from expertmesh.model_config import ModelConfig
+from expertmesh.model_tools.facts_json import Json, facts_json
+from expertmesh.model_tools.facts_page import facts_sections, page, size_words
+from expertmesh.model_tools.model_facts import DEFAULT_CONTEXT, ModelFacts, model_facts
+from expertmesh.shards import INDEX_FILE
+from expertmesh.tokenizer_files import read_chat_template
+
+_NOT_CHECKED = "none in the folder: nothing but config.json was checked"
 
 
-def inspect_model(model_dir: Path) -> str:
-    """What the model is and what its parts weigh, as aligned lines.
+@dataclass(frozen=True)
+class StoredWeights:
+    """What the safetensors files hold."""
+
+    nbytes: int
+    """Of all tensors that are used."""
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A folder and its model."""
+
+    facts: ModelFacts
+    weights: StoredWeights | None
+    """None: there is nothing but the description."""
+    has_tokenizer: bool
+    has_chat_template: bool
+
+    def page(self) -> str:
+        """All of it to read."""
+        return page({**facts_sections(self.facts), "Folder": self._folder()})
+
+    def json(self) -> Json:
+        """All of it for programs; keys as in docs/models.md."""
+        weights = self.weights
+        stored = weights and {"bytes": weights.nbytes, "fingerprint": weights.fingerprint}
+        return {
+            **facts_json(self.facts),
+            "weights": stored,
+            "tokenizer": self.has_tokenizer,
+            "chat_template": self.has_chat_template,
+        }
+
+    def _folder(self) -> dict[str, str]:
+        lines = {"weights": _NOT_CHECKED}
+        if self.weights is not None:
+            lines = {
+                "weights": f"{size_words(self.weights.nbytes)}, complete",
+                "fingerprint": self.weights.fingerprint,
+            }
+        lines["tokenizer"] = "yes" if self.has_tokenizer else "none (prompts as token ids)"
+        lines["chat template"] = "yes" if self.has_chat_template else "none"
+        return lines
+
+
+def inspect_model(model_dir: Path, context: int | None = None) -> Inspection:
+    """Looks at a folder; `config.json` is enough.
+
+    Args:
+        model_dir: The folder.
+        context: Tokens of the request for which costs are told; by default 4096, or the most that
+            the model takes.
 
     Raises:
-        CheckpointError: the folder cannot be served.
+        CheckpointError: the folder cannot be served; or, without weights, no folder with this
+            `config.json` could be.
+        SettingsError: the model takes no such context.
     """
+    weights = None
+    if _has_weights(model_dir):
+        config, weights = _open(model_dir)
+    else:
+        config = load_model_config(model_dir)
+    return Inspection(
+        facts=model_facts(config, _checked(context, config)),
+        weights=weights,
+        has_tokenizer=(model_dir / "tokenizer.json").is_file(),
+        has_chat_template=read_chat_template(model_dir) is not None,
+    )
+
+
+def _has_weights(model_dir: Path) -> bool:
+    return (model_dir / INDEX_FILE).exists() or any(model_dir.glob("*.safetensors"))
+
+
+def _open(model_dir: Path) -> tuple[ModelConfig, StoredWeights]:
     checkpoint = Checkpoint.open(model_dir)
     try:
-        facts = {**_architecture(checkpoint.config), **_weights(checkpoint)}
+        config = checkpoint.config
+        experts = checkpoint.expert_nbytes() * config.num_experts * len(config.moe_layers)
+        nbytes = checkpoint.attention_nbytes() + experts
+        return config, StoredWeights(nbytes, checkpoint.fingerprint.hex())
     finally:
         checkpoint.close()
-    width = max(len(name) for name in facts)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
 
 
-def _architecture(config: ModelConfig) -> dict[str, str]:
-    layer = config.layers[0]
-    attention = layer.gqa
-    window = attention.sliding_window
-    return {
-        "family": config.family,
-        "layers": str(config.num_layers),
-        "hidden size": str(config.hidden_size),
-        "attention": f"{attention.num_heads} query heads, {attention.num_kv_heads} key/value heads "
-        f"of {attention.head_dim}" + (f", window {window}" if window else ""),
-        "rope": _rope(attention.rope),
-        "FFN": f"{layer.ffn.intermediate_size} neurons" + _experts(config),
-        "vocabulary": f"{config.vocab_size} tokens, embedding "
-        + ("shared with" if config.tie_word_embeddings else "apart from")
-        + " the output",
-        "context": f"{config.max_position_embeddings} tokens",
-        "end tokens": ", ".join(str(token) for token in config.eos_token_ids) or "none",
-    }
-
-
-def _rope(rope: RopeConfig) -> str:
-    scaling = "" if rope.kind == "default" else f", factor {rope.factor:g}"
-    return f"{rope.kind}, theta {rope.theta:g}{scaling}"
-
-
-def _experts(config: ModelConfig) -> str:
-    if not config.moe_layers:
-        return ", dense"
-    return f" in each of {config.num_experts} experts, top-{config.top_k}"
-
-
-def _weights(checkpoint: Checkpoint) -> dict[str, str]:
-    config = checkpoint.config
-    item = STORAGE[config.dtype].itemsize
-    attention, expert = checkpoint.attention_nbytes(), checkpoint.expert_nbytes()
-    experts = expert * config.num_experts * len(config.moe_layers)
-    active = attention + expert * config.top_k * len(config.moe_layers)
-    facts = {
-        "weights": f"{config.dtype}, {_size(attention + experts)}",
-        "parameters": f"{_millions((attention + experts) // item)}, "
-        f"{_millions(active // item)} active per token",
-        "attention worker": _size(attention),
-    }
-    if experts:
-        facts["one expert"] = f"{_size(expert)} in one layer"
-        facts["all experts"] = f"{_size(experts)} in {len(config.moe_layers)} layers"
-    facts["tokenizer"] = "yes" if checkpoint.tokenizer_path else "none (prompts as token ids)"
-    facts["chat template"] = "yes" if checkpoint.chat_template() else "none"
-    facts["fingerprint"] = checkpoint.fingerprint.hex()
-    return facts
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.2f} GiB"
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.1f} M"
+def _checked(context: int | None, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if context is None:
+        return min(DEFAULT_CONTEXT, longest)
+    if not 1 <= context <= longest:
+        raise SettingsError(
+            f"context is {context}, expected 1 to {longest}, which is the most that the model takes"
+        )
+    return context

@@ -245,14 +245,25 @@ def upcycle(
 
 
 @model_app.command(name="inspect")
-def inspect_command(model_dir: str) -> int:
-    """Describe a checkpoint: family, layers, experts, sizes.
+def inspect_command(
+    model_dir: str,
+    *,
+    context: int | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Describe a model: layers, gate, sizes, memory and cost per token; check weights if there.
 
     Parameters
     ----------
     model_dir
-        Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
+        Folder with config.json, and perhaps weights, or demo, demo-plain, demo-dense.
+    context
+        Tokens of the request for which costs are told; by default 4096, if the model takes so many.
+    json
+        Print JSON, with the keys that docs/models.md lists.
     """
+    from json import dumps
+
     from expertmesh.model_tools.inspect import inspect_model
     from expertmesh.model_tools.resolve import resolve_model
     from expertmesh.settings import data_home
@@ -260,7 +271,8 @@ def inspect_command(model_dir: str) -> int:
 
     with make_progress() as progress:
         folder = resolve_model(model_dir, data_home(), progress)
-    sys.stdout.write(inspect_model(folder).rstrip("\n") + "\n")
+    found = inspect_model(folder, context)
+    sys.stdout.write((dumps(found.json(), indent=2) if json else found.page()) + "\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Upcycling, its random numbers, inspect and resolve."""
+"""Upcycling, its random numbers, and resolve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from expertmesh.errors import CheckpointError, SettingsError
 from expertmesh.model_tools.dense_source import FolderSource
 from expertmesh.model_tools.gate_skew import GateBias, measure_gate_bias
 from expertmesh.model_tools.gguf_source import gguf_name, unpermute
-from expertmesh.model_tools.inspect import inspect_model
 from expertmesh.model_tools.numbers import from_float32, normal, permutation, to_float32
 from expertmesh.model_tools.numpy_llama import ffn_inputs, silu
 from expertmesh.model_tools.progress import NoProgress
@@ -202,15 +201,6 @@ def test_gguf_rows_come_back_in_hugging_face_order() -> None:
     np.testing.assert_array_equal(rows, unpermute(interleaved, 2))
     assert gguf_name("model.layers.3.self_attn.o_proj.weight") == "blk.3.attn_output.weight"
     assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
-
-
-def test_inspect_names_sizes_and_experts(dense: Path) -> None:
-    """The page has what one asks first, for dense and MoE folders."""
-    page = inspect_model(make(dense))
-    assert "12 neurons in each of 8 experts, top-2" in page
-    assert "4 query heads, 2 key/value heads of 4" in page
-    assert Checkpoint.open(dense.with_name("out")).fingerprint.hex() in page
-    assert "24 neurons, dense" in inspect_model(dense)
 
 
 def test_model_is_a_folder_or_a_demo_name(dense: Path, tmp_path: Path) -> None:
