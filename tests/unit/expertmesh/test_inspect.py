@@ -264,7 +264,7 @@ def written_out(text: str) -> str:
 
 
 def test_every_key_is_documented(tmp_path: Path) -> None:
-    """docs/models.md has all keys of the JSON but those that are fields of `ModelConfig`'s parts."""
+    """docs/models.md has all keys of the JSON but the fields of a layer's parts."""
     folder = save_folder(tmp_path / "moe", MIXTRAL_CONFIG, mixtral_tensors())
     documented = set(re.findall(r"`(\w+)(?:\[\])?`", DOCS.read_text()))
     fields = {field for part in (GQA, MLA, DENSE, MOE) for field in vars(part)}
