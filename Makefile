@@ -20,7 +20,7 @@ PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install run test test-all conformance-full check lint fmt type imports proto proto-check bench
+.PHONY: help venv install run test test-all conformance-full check lint fmt type imports proto proto-check bench family-table
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,3 +106,11 @@ proto-check: $(VENV)/.dev-stamp ## Fail if the generated code is not that of pro
 
 bench: $(VENV)/.dev-stamp ## Measure the kernels
 	@PYTHONPATH=.:kernels $(BIN)/python bench/bench_kernels.py $(ARGS)
+
+PARITY_RESULTS := build/parity-results
+
+family-table: $(VENV)/.dev-stamp ## Compare every family with transformers; put the figures into README.md
+	@mkdir -p $(dir $(PARITY_RESULTS)) && rm -f $(PARITY_RESULTS)
+	@PARITY_RESULTS=$(abspath $(PARITY_RESULTS)) \
+	  $(BIN)/python -m pytest -m "not gpu" tests/parity/test_families.py $(PYTEST_ARGS)
+	@PYTHONPATH=.:kernels $(BIN)/python -m tests.support.family_table $(PARITY_RESULTS) README.md

@@ -1,0 +1,75 @@
+"""The table of families in README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from expertmesh.families import FAMILIES
+from tests.support.family_table import (
+    BEGIN,
+    END,
+    HEADER,
+    ROWS,
+    cells_in,
+    known_rows,
+    main,
+    replaced,
+    table,
+)
+from tests.support.parity_results import VARIABLE, ParityResult, record
+
+README = Path(__file__).resolve().parents[3] / "README.md"
+
+DENSE, MOE = (row for row in ROWS if row.model_type in ("llama", "mixtral"))
+RESULTS = {
+    ("llama", "colocated"): ParityResult("llama", "colocated", 1.26e-5, 30, 32),
+    ("mixtral", "colocated"): ParityResult("mixtral", "colocated", 0.0, 32, 32),
+    ("mixtral", "2 expert workers"): ParityResult("mixtral", "2 expert workers", 3e-6, 31, 32),
+}
+
+
+def test_table_has_the_figures_of_each_family() -> None:
+    """A dense model has no expert workers; tokens of all layouts are added."""
+    text = f"{BEGIN}\n{table([DENSE, MOE], RESULTS)}\n{END}"
+    assert cells_in(text) == [
+        (*DENSE.cells, "1e-5", "no experts", "30 of 32"),
+        (*MOE.cells, "0", "3e-6", "63 of 64"),
+    ]
+    assert text.splitlines()[1] == f"| {' | '.join(HEADER)} |"
+
+
+def test_family_that_was_not_measured_is_refused() -> None:
+    """No line without figures."""
+    with pytest.raises(ValueError, match="llama: not measured"):
+        table([DENSE], {})
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}"])
+def test_text_without_markers_is_left_alone(text: str) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(ValueError, match="once each"):
+        replaced(text, "table")
+
+
+def test_tool_rewrites_the_block_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as it is run."""
+    path, results = tmp_path / "README.md", tmp_path / "results"
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    monkeypatch.setenv(VARIABLE, str(results))
+    for row in known_rows():
+        record(ParityResult(row.model_type, "colocated", 1e-6, 8, 8))
+    for _ in range(2):
+        main(str(results), str(path))
+    text = path.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n| family |")
+    assert text.endswith(f"|\n{END}\nafter\n")
+    assert [cells[1] for cells in cells_in(text)] == [row.cells[1] for row in known_rows()]
+
+
+def test_every_family_is_in_the_table_of_the_tool() -> None:
+    """A new family needs a line in `tests/support/family_table.py`."""
+    assert {row.model_type for row in ROWS} >= set(FAMILIES)
