@@ -13,44 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from expertmesh.errors import CheckpointError
 from expertmesh.families import FAMILIES, load_model_config
-from expertmesh.inventory import Inventory, ParameterSource, take_inventory
-from expertmesh.model_config import DtypeName, ModelConfig
-from expertmesh.safetensors_file import (
-    Extent,
-    ReadInto,
-    SafetensorsFile,
-    pread_into,
-    read_extents,
-)
+from expertmesh.host_tensor import HostTensor, common_dtype, widen
+from expertmesh.inventory import Inventory, take_inventory
+from expertmesh.model_config import ModelConfig
+from expertmesh.parameter_source import ParameterSource
+from expertmesh.safetensors_file import DTYPE_NAMES, Extent, ReadInto, SafetensorsFile, pread_into
 from expertmesh.shards import open_shards
 from expertmesh.tokenizer_files import read_chat_template, read_special_tokens
+from expertmesh.weight_storage import PLAIN, FileTensor, PlainWeight
+
+__all__ = ["FINGERPRINT_BYTES", "Checkpoint", "ExpertTensors", "HostTensor"]
 
 FINGERPRINT_BYTES = 32
 _SAMPLE_BYTES = 256
-_CHUNK_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class HostTensor:
-    """A tensor in host memory, writable and owned by whoever holds it."""
-
-    data: npt.NDArray[np.generic]
-    """bfloat16 is held as its bits in uint16, other types as themselves."""
-    dtype: DtypeName
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the axes."""
-        return self.data.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data."""
-        return self.data.nbytes
 
 
 @dataclass(frozen=True)
@@ -61,11 +39,16 @@ class ExpertTensors:
     """[2I, H], gate rows first."""
     down: HostTensor
     """[H, I]"""
+    gate_up_bias: HostTensor | None = None
+    """[2I]"""
+    down_bias: HostTensor | None = None
+    """[H]"""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.gate_up.nbytes + self.down.nbytes
+        """Bytes of all."""
+        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 class Checkpoint:
@@ -104,7 +87,7 @@ class Checkpoint:
         """
         config = load_model_config(model_dir)
         files = open_shards(model_dir, read_into)
-        inventory = take_inventory(config, FAMILIES[config.family], files)
+        inventory = take_inventory(config, FAMILIES[config.family], PLAIN, files)
         return cls(model_dir, config, files, inventory)
 
     @property
@@ -129,15 +112,18 @@ class Checkpoint:
     def attention_parameters(self) -> Iterator[tuple[str, HostTensor]]:
         """Everything outside the experts, one at a time, in the order of the forward pass."""
         for name, source in self._inventory.parameters.items():
-            tensor = self._read(source)
+            tensor = source.read()
             if name == "embed" and self._inventory.tied_copy is not None:
-                self._check_tied(tensor, self._inventory.tied_copy)
+                _check_tied(tensor, self._inventory.tied_copy)
             yield name, tensor
 
     def attention_nbytes(self) -> int:
         """Bytes of all attention parameters as stored."""
-        sources = self._inventory.parameters.values()
-        return sum(extent.nbytes for source in sources for extent in source.extents)
+        return sum(source.nbytes for source in self._inventory.parameters.values())
+
+    def attention_elements(self) -> int:
+        """Elements of all attention parameters, however they are stored."""
+        return sum(source.num_elements for source in self._inventory.parameters.values())
 
     def read_expert(self, layer: int, expert: int) -> ExpertTensors:
         """One expert's weights; reads only its bytes, from stacked tensors too.
@@ -147,65 +133,53 @@ class Checkpoint:
             KeyError: the model has no such expert.
         """
         source = self._inventory.experts[layer, expert]
-        return ExpertTensors(self._read(source.gate_up), self._read(source.down))
+        return ExpertTensors(
+            source.gate_up.read(),
+            source.down.read(),
+            _read_optional(source.gate_up_bias),
+            _read_optional(source.down_bias),
+        )
 
     def stored_tensor(self, name: str) -> HostTensor:
-        """A tensor by its name in the files, as stored."""
-        file = self._files[name]
-        return self._read(ParameterSource((file.extent(name),), file.tensors[name].shape))
+        """A tensor by its name in the files, as stored.
+
+        Raises:
+            CheckpointError: its type is none that weights have, or it holds NaN or infinity.
+        """
+        tensor = FileTensor(self._files[name], name)
+        if tensor.header.dtype_code not in DTYPE_NAMES:
+            tensor.fail(f"type {' or '.join(DTYPE_NAMES)}", tensor.header.dtype_code)
+        return ParameterSource((PlainWeight(tensor),), tensor.header.shape).read()
 
     def expert_nbytes(self) -> int:
         """Bytes of one expert as stored (the largest, if layers differ); 0 without experts."""
-        sizes = (
-            sum(extent.nbytes for extent in (*source.gate_up.extents, *source.down.extents))
-            for source in self._inventory.experts.values()
-        )
-        return max(sizes, default=0)
+        return max((source.nbytes for source in self._inventory.experts.values()), default=0)
+
+    def expert_elements(self) -> int:
+        """Elements of one expert (the largest, if layers differ); 0 without experts."""
+        return max((source.num_elements for source in self._inventory.experts.values()), default=0)
 
     def close(self) -> None:
         """Closes the files; nothing can be read afterwards."""
         for file in set(self._files.values()):
             file.close()
 
-    def _read(self, source: ParameterSource) -> HostTensor:
-        dtype = self.config.dtype
-        data = read_extents(source.extents, source.shape, dtype)
-        if not _is_finite(data, dtype):
-            extent = source.extents[0]
-            raise CheckpointError(
-                f"{extent.file.path}: tensor {extent.tensor}: holds NaN or infinity, expected "
-                "finite weights",
-                fix="download the file again",
-            )
-        return HostTensor(data, dtype)
 
-    def _check_tied(self, embed: HostTensor, copy: ParameterSource) -> None:
-        (extent,) = copy.extents
-        flat = embed.data.reshape(-1).view(np.uint8).data
-        step = _CHUNK_ELEMENTS
-        for start in range(0, extent.nbytes, step):
-            length = min(step, extent.nbytes - start)
-            part = Extent(extent.file, extent.tensor, extent.offset + start, length)
-            if extent.file.read(part) != bytes(flat[start : start + length]):
-                raise CheckpointError(
-                    f"{extent.file.path}: tensor {extent.tensor}: differs from the embedding, "
-                    "expected equal as tie_word_embeddings is true",
-                    fix='set "tie_word_embeddings": false in config.json',
-                )
+def _read_optional(source: ParameterSource | None) -> HostTensor | None:
+    return None if source is None else source.read()
 
 
-def _is_finite(data: npt.NDArray[np.generic], dtype: DtypeName) -> bool:
-    """Whether all elements are finite, in pieces so that temporaries stay small."""
-    flat = data.reshape(-1)
-    for start in range(0, flat.size, _CHUNK_ELEMENTS):
-        part = flat[start : start + _CHUNK_ELEMENTS]
-        if dtype == "bfloat16":
-            bits = part.view(np.uint16) & 0x7FFF
-            if bits.max() >= 0x7F80:  # exponent of all ones
-                return False
-        elif not np.isfinite(part.view(np.dtype(dtype))).all():
-            return False
-    return True
+def _check_tied(embed: HostTensor, source: ParameterSource) -> None:
+    copy = source.read()
+    dtype = common_dtype((embed.dtype, copy.dtype))
+    found = widen(copy.data, copy.dtype, dtype)
+    if not np.array_equal(widen(embed.data, embed.dtype, dtype), found):
+        (weight,) = source.weights
+        raise CheckpointError(
+            f"{weight.path}: tensor {weight.name}: differs from the embedding, "
+            "expected equal as tie_word_embeddings is true",
+            fix='set "tie_word_embeddings": false in config.json',
+        )
 
 
 def _fingerprint(config: ModelConfig, files: dict[str, SafetensorsFile]) -> bytes:

@@ -11,12 +11,11 @@ import json
 import os
 import stat
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from expertmesh.errors import CheckpointError
@@ -138,20 +137,6 @@ class SafetensorsFile:
             if start + end > self.size:
                 raise CheckpointError(f"{self.path}: tensor {name}: lies beyond the end of file")
         return found
-
-
-def read_extents(
-    extents: Sequence[Extent], shape: tuple[int, ...], dtype: DtypeName
-) -> npt.NDArray[np.generic]:
-    """Extents one after the other as a new array of `shape` in the storage type of `dtype`."""
-    array = np.empty(shape, STORAGE[dtype])
-    buffer = array.reshape(-1).view(np.uint8).data
-    done = 0
-    for extent in extents:
-        extent.file.fill(extent, buffer[done : done + extent.nbytes])
-        done += extent.nbytes
-    assert done == array.nbytes, f"extents hold {done} bytes, array {array.nbytes}"
-    return array
 
 
 def _open_regular(path: Path) -> int:

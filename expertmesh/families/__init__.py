@@ -11,8 +11,11 @@ from pathlib import Path
 from expertmesh.errors import CheckpointError
 from expertmesh.families.config_reader import ConfigReader
 from expertmesh.families.llama import LLAMA
+from expertmesh.families.mistral import MISTRAL
 from expertmesh.families.mixtral import MIXTRAL
-from expertmesh.families.rules import ExpertLayout, ExpertRules, Family, StoredTensor, TensorRule
+from expertmesh.families.qwen2 import QWEN2
+from expertmesh.families.qwen3 import QWEN3
+from expertmesh.families.rules import ExpertLayout, ExpertRules, Family, ParameterRule, WeightRule
 from expertmesh.json_file import read_json_object
 from expertmesh.model_config import ModelConfig
 
@@ -21,12 +24,14 @@ __all__ = [
     "ExpertLayout",
     "ExpertRules",
     "Family",
-    "StoredTensor",
-    "TensorRule",
+    "ParameterRule",
+    "WeightRule",
     "load_model_config",
 ]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MIXTRAL)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL)
+}
 """model_type to family."""
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -48,6 +53,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     reader = ConfigReader(path, read_json_object(path, MAX_CONFIG_BYTES))
     family = _family(reader)
+    reader = replace(reader, defaults=family.defaults)
     if reader.raw.get("quantization_config") is not None:
         reader.fail("quantization_config", "nothing", fix="quantised files are not supported yet")
     config = family.parse_config(reader)

@@ -1,22 +1,23 @@
-"""What the families share: the usual config keys, rope in both spellings, the usual tensors."""
+"""What the configs of families have in common: the usual keys, with bounds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from expertmesh.families.config_reader import ConfigReader
-from expertmesh.families.rules import ParameterTemplate, Source
+from expertmesh.families.rope import MAX_POSITIONS, parse_rope
 from expertmesh.model_config import (
+    GELU_TANH,
     SILU,
     Activation,
     DenseFfnConfig,
     DtypeName,
+    GateConfig,
     GqaConfig,
     LayerConfig,
     ModelConfig,
-    MoeFfnConfig,
     NormConfig,
-    RopeConfig,
 )
 
 # Bounds: well above every public model, low enough that no product of them overflows 64 bits.
@@ -25,47 +26,50 @@ MAX_WIDTH = 1 << 20
 MAX_HEADS = 1 << 12
 MAX_HEAD_DIM = 1 << 12
 MAX_VOCAB = 1 << 24
-MAX_POSITIONS = 1 << 27
 MAX_EXPERTS = 1 << 14
 
-ROPE_KINDS = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+"""The last is an old name of the first."""
 
-ROTARY_BUFFERS = {"rotary_emb.inv_freq": "a buffer of old exports; recomputed from the config"}
+BASE_DEFAULTS: dict[str, object] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+"""Defaults that most families share."""
 
 
 def parse_model(
     reader: ConfigReader,
-    attention: GqaConfig,
-    ffn: DenseFfnConfig | MoeFfnConfig,
+    layers: Sequence[LayerConfig],
     *,
-    default_eps: float,
+    norm: NormConfig | None = None,
+    embedding_scale: float = 1.0,
+    logits_softcap: float | None = None,
 ) -> ModelConfig:
-    """A model whose layers are all alike."""
+    """A model of these layers."""
     vocab_size = reader.integer("vocab_size", 1, MAX_VOCAB)
-    num_layers = reader.integer("num_hidden_layers", 1, MAX_LAYERS)
     return ModelConfig(
         family=reader.text("model_type"),
         vocab_size=vocab_size,
         hidden_size=hidden_size(reader),
-        layers=(LayerConfig(attention, ffn),) * num_layers,
-        norm=NormConfig(reader.number("rms_norm_eps", 0.0, 1.0, default_eps)),
-        max_position_embeddings=max_positions(reader),
-        tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
+        layers=tuple(layers),
+        norm=NormConfig(norm_eps(reader)) if norm is None else norm,
+        max_position_embeddings=reader.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        tie_word_embeddings=reader.boolean("tie_word_embeddings"),
         dtype=_dtype(reader),
         bos_token_id=reader.optional_integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=reader.integers("eos_token_id", 0, vocab_size - 1),
+        embedding_scale=embedding_scale,
+        logits_softcap=logits_softcap,
     )
 
 
-def parse_attention(
-    reader: ConfigReader, *, default_theta: float, bias: bool, sliding_window: int | None
-) -> GqaConfig:
-    """Grouped-query attention with rope over the whole head."""
-    num_heads = reader.integer("num_attention_heads", 1, MAX_HEADS)
-    num_kv_heads = reader.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
-    if num_heads % num_kv_heads:
-        reader.fail("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+def parse_attention(reader: ConfigReader, *, default_theta: float = 1e4) -> GqaConfig:
+    """Grouped-query attention with rope over the whole head, and nothing special."""
+    num_heads, num_kv_heads = parse_heads(reader, "num_attention_heads", "num_key_value_heads")
     head_dim = reader.optional_integer("head_dim", 2, MAX_HEAD_DIM)
     if head_dim is None:
         head_dim, rest = divmod(hidden_size(reader), num_heads)
@@ -79,50 +83,77 @@ def parse_attention(
         head_dim=head_dim,
         rope=parse_rope(reader, head_dim, default_theta),
         scale=head_dim**-0.5,
-        qkv_bias=bias,
-        o_bias=bias,
-        sliding_window=sliding_window,
     )
 
 
-def parse_rope(reader: ConfigReader, dim: int, default_theta: float) -> RopeConfig:
-    """`rope_parameters`, or `rope_theta` and `rope_scaling` as files before transformers 5 have it.
-
-    An old `rope_scaling` wins over `rope_parameters`, and a theta inside over one outside, as in
-    transformers.
-    """
-    empty = ConfigReader(reader.path, {}, "rope_parameters.")
-    inner = reader.child("rope_scaling") or reader.child("rope_parameters") or empty
-    _check_full_rotation(reader, inner)
-    kind = inner.text("rope_type") or inner.text("type") or "default"
-    if kind not in ROPE_KINDS:
-        key = "rope_type" if "rope_type" in inner.raw else "type"
-        inner.fail(key, f"one of {', '.join(ROPE_KINDS)}", fix="this rope is not supported")
-    theta = reader.number("rope_theta", 1.0, 1e12, default_theta)
-    theta = inner.number("rope_theta", 1.0, 1e12, theta)
-    if kind == "default":
-        return RopeConfig(theta, dim)
-    factor = inner.number("factor", 1e-3, 1e6)
-    if kind == "linear":
-        return RopeConfig(theta, dim, "linear", factor)
-    return _llama3_rope(reader, inner, RopeConfig(theta, dim, "llama3", factor))
+def parse_heads(
+    reader: ConfigReader, heads: str, kv_heads: str, default_kv: int | None = None
+) -> tuple[int, int]:
+    """Query heads and key heads; the latter divide the former."""
+    num_heads = reader.integer(heads, 1, MAX_HEADS)
+    num_kv_heads = reader.integer(kv_heads, 1, MAX_HEADS, default_kv or num_heads)
+    if num_heads % num_kv_heads:
+        reader.fail(kv_heads, f"a divisor of {heads}={num_heads}")
+    return num_heads, num_kv_heads
 
 
-def _llama3_rope(reader: ConfigReader, inner: ConfigReader, base: RopeConfig) -> RopeConfig:
-    low = inner.number("low_freq_factor", 1e-3, 1e6)
-    high = inner.number("high_freq_factor", 1e-3, 1e6)
-    if high <= low:
-        inner.fail("high_freq_factor", f"more than low_freq_factor={low:g}")
-    key = "original_max_position_embeddings"
-    outer = reader.integer(key, 1, MAX_POSITIONS, max_positions(reader))
-    original = inner.integer(key, 1, MAX_POSITIONS, outer)
-    return RopeConfig(base.theta, base.dim, "llama3", base.factor, low, high, original)
+def parse_dense_ffn(reader: ConfigReader, *, bias: bool = False) -> DenseFfnConfig:
+    """The FFN of dense layers."""
+    return DenseFfnConfig(intermediate_size(reader), parse_activation(reader), bias)
 
 
-def _check_full_rotation(*readers: ConfigReader) -> None:
-    for reader in readers:
-        if reader.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-            reader.fail("partial_rotary_factor", "1 (rotation of the whole head)")
+def parse_softmax_gate(reader: ConfigReader, experts_key: str, *, renormalize: bool) -> GateConfig:
+    """A gate whose scores are a softmax over all experts."""
+    num_experts = reader.integer(experts_key, 1, MAX_EXPERTS)
+    return GateConfig(num_experts, top_k(reader, num_experts), renormalize=renormalize)
+
+
+def top_k(reader: ConfigReader, num_experts: int) -> int:
+    """Experts per token."""
+    return reader.integer("num_experts_per_tok", 1, num_experts)
+
+
+def sparse_layers(reader: ConfigReader) -> list[bool]:
+    """Which layers have experts: each `decoder_sparse_step`-th but for `mlp_only_layers`."""
+    layers = num_layers(reader)
+    step = reader.integer("decoder_sparse_step", 1, MAX_LAYERS)
+    dense = reader.integers("mlp_only_layers", 0, MAX_LAYERS)
+    return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+
+
+def sliding_layers(reader: ConfigReader, default: Callable[[int], bool]) -> list[bool]:
+    """Which layers have a sliding window: `layer_types`, or the family's rule by index."""
+    layers = num_layers(reader)
+    types = reader.choices("layer_types", layers, LAYER_TYPES)
+    if types is None:
+        return [default(i) for i in range(layers)]
+    return [kind == "sliding_attention" for kind in types]
+
+
+def windows(
+    reader: ConfigReader, sliding: Iterable[bool], key: str = "sliding_window"
+) -> list[int | None]:
+    """Window of each layer, None for full attention."""
+    return [sliding_window(reader, key) if flag else None for flag in sliding]
+
+
+def sliding_window(reader: ConfigReader, key: str = "sliding_window") -> int:
+    """Keys that a query of a layer with a window sees, itself included."""
+    return reader.integer(key, 1, MAX_POSITIONS)
+
+
+def spelling(reader: ConfigReader, *keys: str) -> str:
+    """The one of several names of a key that the file uses; the first if it uses none."""
+    given = [key for key in keys if key in reader.raw]
+    for key in given[1:]:
+        if reader.raw[key] != reader.raw[given[0]]:
+            reader.fail(key, f"the same as {given[0]}={reader.raw[given[0]]!r:.40}")
+    return given[0] if given else keys[0]
+
+
+def num_layers(reader: ConfigReader) -> int:
+    """Decoder layers."""
+    return reader.integer("num_hidden_layers", 1, MAX_LAYERS)
 
 
 def hidden_size(reader: ConfigReader) -> int:
@@ -130,73 +161,24 @@ def hidden_size(reader: ConfigReader) -> int:
     return reader.integer("hidden_size", 1, MAX_WIDTH)
 
 
-def intermediate_size(reader: ConfigReader) -> int:
+def intermediate_size(reader: ConfigReader, key: str = "intermediate_size") -> int:
     """Width of an FFN."""
-    return reader.integer("intermediate_size", 1, MAX_WIDTH)
+    return reader.integer(key, 1, MAX_WIDTH)
 
 
-def max_positions(reader: ConfigReader) -> int:
-    """Longest context."""
-    return reader.integer("max_position_embeddings", 1, MAX_POSITIONS)
+def norm_eps(reader: ConfigReader, key: str = "rms_norm_eps") -> float:
+    """What is added to the mean square."""
+    return reader.number(key, 0.0, 1.0)
 
 
-def check_activation(reader: ConfigReader) -> Activation:
-    """The activation; silu is the only one so far."""
-    if reader.text("hidden_act", "silu") != "silu":
-        reader.fail("hidden_act", "'silu'", fix="other activations are not supported")
-    return SILU
+def parse_activation(reader: ConfigReader, key: str = "hidden_act") -> Activation:
+    """The activation of FFNs."""
+    return ACTIVATIONS[reader.choice(key, tuple(ACTIVATIONS))]
 
 
 def _dtype(reader: ConfigReader) -> DtypeName:
-    key = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
+    key = "dtype" if reader.get("dtype") is not None else "torch_dtype"
     name = reader.text(key, "float32").removeprefix("torch.")
     if name not in DTYPES:
         reader.fail(key, f"one of {', '.join(DTYPES)}")
     return cast(DtypeName, name)
-
-
-def one(parameter: str, name: str, dims: str) -> ParameterTemplate:
-    """A parameter that is one stored tensor."""
-    return ParameterTemplate(parameter, (Source((name,), dims),))
-
-
-_ATTENTION = "model.layers.{layer}.self_attn."
-
-MODEL_PARAMETERS = (
-    one("embed", "model.embed_tokens.weight", "VH"),
-    one("norm", "model.norm.weight", "H"),
-    one("lm_head", "lm_head.weight", "VH"),
-)
-"""Embedding first, then what comes after the layers."""
-
-ATTENTION_PARAMETERS = (
-    one("layers.{layer}.input_norm", "model.layers.{layer}.input_layernorm.weight", "H"),
-    ParameterTemplate(
-        "layers.{layer}.qkv",
-        (
-            Source((_ATTENTION + "q_proj.weight",), "QH"),
-            Source((_ATTENTION + "k_proj.weight",), "KH"),
-            Source((_ATTENTION + "v_proj.weight",), "KH"),
-        ),
-    ),
-    ParameterTemplate(
-        "layers.{layer}.qkv_bias",
-        (
-            Source((_ATTENTION + "q_proj.bias",), "Q"),
-            Source((_ATTENTION + "k_proj.bias",), "K"),
-            Source((_ATTENTION + "v_proj.bias",), "K"),
-        ),
-        when=lambda layer: layer.gqa.qkv_bias,
-    ),
-    one("layers.{layer}.o", _ATTENTION + "o_proj.weight", "HQ"),
-    ParameterTemplate(
-        "layers.{layer}.o_bias",
-        (Source((_ATTENTION + "o_proj.bias",), "H"),),
-        when=lambda layer: layer.gqa.o_bias,
-    ),
-    one(
-        "layers.{layer}.ffn_norm",
-        "model.layers.{layer}.post_attention_layernorm.weight",
-        "H",
-    ),
-)

@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-from expertmesh.families import common
-from expertmesh.families.config_reader import ConfigReader
-from expertmesh.families.rules import Family, ParameterTemplate, Source
-from expertmesh.model_config import DenseFfnConfig, LayerConfig, ModelConfig
+from dataclasses import replace
 
-_MLP = "model.layers.{layer}.mlp."
+from expertmesh.families import common, tensors, tiny
+from expertmesh.families.config_reader import ConfigReader
+from expertmesh.families.rules import Family
+from expertmesh.model_config import LayerConfig, ModelConfig
 
 
 def _parse_config(reader: ConfigReader) -> ModelConfig:
-    attention = common.parse_attention(
-        reader,
-        default_theta=1e4,
-        bias=reader.boolean("attention_bias", False),
-        sliding_window=None,
-    )
-    ffn = DenseFfnConfig(
-        common.intermediate_size(reader),
-        common.check_activation(reader),
-        bias=reader.boolean("mlp_bias", False),
-    )
-    return common.parse_model(reader, attention, ffn, default_eps=1e-6)
-
-
-def _has_bias(layer: LayerConfig) -> bool:
-    return isinstance(layer.ffn, DenseFfnConfig) and layer.ffn.bias
+    bias = reader.boolean("attention_bias")
+    attention = replace(common.parse_attention(reader), qkv_bias=bias, o_bias=bias)
+    ffn = common.parse_dense_ffn(reader, bias=reader.boolean("mlp_bias"))
+    return common.parse_model(reader, [LayerConfig(attention, ffn)] * common.num_layers(reader))
 
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     parse_config=_parse_config,
-    model_parameters=common.MODEL_PARAMETERS,
-    layer_parameters=(
-        *common.ATTENTION_PARAMETERS,
-        ParameterTemplate(
-            "layers.{layer}.gate_up",
-            (
-                Source((_MLP + "gate_proj.weight",), "IH"),
-                Source((_MLP + "up_proj.weight",), "IH"),
-            ),
-        ),
-        ParameterTemplate(
-            "layers.{layer}.gate_up_bias",
-            (Source((_MLP + "gate_proj.bias",), "I"), Source((_MLP + "up_proj.bias",), "I")),
-            when=_has_bias,
-        ),
-        common.one("layers.{layer}.down", _MLP + "down_proj.weight", "HI"),
-        ParameterTemplate(
-            "layers.{layer}.down_bias", (Source((_MLP + "down_proj.bias",), "H"),), when=_has_bias
-        ),
-    ),
-    ignored=common.ROTARY_BUFFERS,
+    model_parameters=tensors.MODEL,
+    layer_parameters=(tensors.INPUT_NORM, *tensors.GQA, tensors.FFN_NORM, *tensors.DENSE_FFN),
+    ignored=(tensors.ROTARY_BUFFERS,),
+    defaults={
+        **common.BASE_DEFAULTS,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    tiny={
+        **tiny.TINY,
+        "num_hidden_layers": 2,
+        "rope_parameters": tiny.LLAMA3_ROPE,
+    },
 )

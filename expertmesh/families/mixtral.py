@@ -2,54 +2,65 @@
 
 from __future__ import annotations
 
-from expertmesh.families import common
-from expertmesh.families.config_reader import ConfigReader
-from expertmesh.families.rules import ExpertLayout, Family, ParameterTemplate, Source
-from expertmesh.model_config import GateConfig, ModelConfig, MoeFfnConfig
+from dataclasses import replace
 
-_LAYER = "model.layers.{layer}."
+from expertmesh.families import common, tensors, tiny
+from expertmesh.families.config_reader import ConfigReader
+from expertmesh.families.rope import MAX_POSITIONS
+from expertmesh.families.rules import ExpertLayout, Family
+from expertmesh.model_config import LayerConfig, ModelConfig, MoeFfnConfig
+
+_MOE = tensors.LAYER + "block_sparse_moe."
 
 
 def _parse_config(reader: ConfigReader) -> ModelConfig:
-    attention = common.parse_attention(
-        reader,
-        default_theta=1e6,
-        bias=False,
-        sliding_window=reader.optional_integer("sliding_window", 1, common.MAX_POSITIONS),
-    )
-    num_experts = reader.integer("num_local_experts", 1, common.MAX_EXPERTS, 8)
-    gate = GateConfig(num_experts, reader.integer("num_experts_per_tok", 1, num_experts, 2))
-    ffn = MoeFfnConfig(gate, common.intermediate_size(reader), common.check_activation(reader))
-    return common.parse_model(reader, attention, ffn, default_eps=1e-5)
+    window = reader.optional_integer("sliding_window", 1, MAX_POSITIONS)
+    attention = replace(common.parse_attention(reader, default_theta=1e6), sliding_window=window)
+    experts = common.spelling(reader, "num_local_experts", "num_experts")
+    gate = common.parse_softmax_gate(reader, experts, renormalize=True)
+    ffn = MoeFfnConfig(gate, common.intermediate_size(reader), common.parse_activation(reader))
+    return common.parse_model(reader, [LayerConfig(attention, ffn)] * common.num_layers(reader))
 
 
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     parse_config=_parse_config,
-    model_parameters=common.MODEL_PARAMETERS,
+    model_parameters=tensors.MODEL,
     layer_parameters=(
-        *common.ATTENTION_PARAMETERS,
-        ParameterTemplate(
-            "layers.{layer}.gate",
-            (Source((_LAYER + "block_sparse_moe.gate.weight", _LAYER + "mlp.gate.weight"), "EH"),),
-        ),
+        tensors.INPUT_NORM,
+        *tensors.GQA,
+        tensors.FFN_NORM,
+        *tensors.gate("block_sparse_moe.gate", "mlp.gate"),
     ),
     expert_layouts=(
         ExpertLayout(
-            gate_up=(
-                _LAYER + "block_sparse_moe.experts.{expert}.w1.weight",
-                _LAYER + "block_sparse_moe.experts.{expert}.w3.weight",
-            ),
-            down=_LAYER + "block_sparse_moe.experts.{expert}.w2.weight",
+            gate_up=(_MOE + "experts.{expert}.w1.weight", _MOE + "experts.{expert}.w3.weight"),
+            down=_MOE + "experts.{expert}.w2.weight",
         ),
-        ExpertLayout(
-            gate_up=(_LAYER + "mlp.experts.gate_up_proj",), down=_LAYER + "mlp.experts.down_proj"
-        ),
-        ExpertLayout(
-            gate_up=(_LAYER + "block_sparse_moe.experts.gate_up_proj",),
-            down=_LAYER + "block_sparse_moe.experts.down_proj",
-        ),
+        tensors.STACKED_EXPERTS,
+        ExpertLayout(gate_up=(_MOE + "experts.gate_up_proj",), down=_MOE + "experts.down_proj"),
     ),
-    ignored=common.ROTARY_BUFFERS,
+    ignored=(tensors.ROTARY_BUFFERS,),
+    defaults={
+        **common.BASE_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    tiny={
+        **tiny.TINY,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 )

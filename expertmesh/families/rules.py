@@ -1,26 +1,29 @@
 """How a family is written down: rules as data, and the code that expands them for a config.
 
-A parameter of ours is one or more stored tensors, one below the other (concatenated along the
-first axis), so that reading it is reading byte ranges in a row. Shapes are strings of letters:
+A parameter of ours is one or more weights of the files, one below the other (concatenated along
+the first axis). Shapes are strings of symbols:
 
-    V vocabulary   H hidden   Q all query heads   K all key (or value) heads   I intermediate
-    E experts
+    V vocabulary       H hidden          I intermediate     S intermediate of the shared expert
+    E experts          N query heads     D size of a query or key head
+    Q all queries      K all keys        W all values       O all outputs of the heads
+    A rank of q        L latent          M latent and key part with rope
+    B keys without rope and values, from the latent         1 one
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from expertmesh.families.config_reader import ConfigReader
-from expertmesh.model_config import LayerConfig, ModelConfig, MoeFfnConfig
+from expertmesh.families.config_reader import ConfigReader, Json
+from expertmesh.model_config import GqaConfig, LayerConfig, ModelConfig, MoeFfnConfig
 
 Condition = Callable[[LayerConfig], bool]
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the checkpoint."""
+class WeightRule:
+    """A weight of the checkpoint."""
 
     names: tuple[str, ...]
     """Spellings in use; exactly one has to be there."""
@@ -28,28 +31,32 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class TensorRule:
-    """One parameter of the attention worker, made of stored tensors one below the other."""
+class ParameterRule:
+    """One parameter of the attention worker, made of weights one below the other."""
 
     parameter: str
-    sources: tuple[StoredTensor, ...]
+    sources: tuple[WeightRule, ...]
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Names of a layer's expert tensors.
+    """Names of a layer's expert weights.
 
-    A name with {expert} is one tensor per expert; one without is stacked, [E, ...].
+    A name with {expert} is one weight per expert; one without is stacked, [E, ...].
     """
 
     gate_up: tuple[str, ...]
-    """One tensor [2I, H], gate rows first, or two [I, H]: gate, up."""
+    """One weight [2I, H], gate rows first, or two [I, H]: gate, up."""
     down: str
     """[H, I]."""
-
-    def sample(self, layer: int) -> str:
-        """A tensor that a checkpoint of this layout has."""
-        return self.gate_up[0].format(layer=layer, expert=0)
+    gate_up_bias: str = ""
+    """[2I], only if experts have biases."""
+    down_bias: str = ""
+    """[H]."""
+    transposed: bool = False
+    """Matrices are stored [H, 2I] and [I, H]."""
+    interleaved: bool = False
+    """Gate and up take turns, in the order gate, up, gate, up, ..."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +67,22 @@ class ExpertRules:
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    bias: bool
     layouts: tuple[ExpertLayout, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A stored tensor before expansion; names may hold {layer}."""
+    """A weight before expansion; names may hold {layer}."""
 
     names: tuple[str, ...]
     dims: str
-    """Letters of the shape."""
+    """Symbols of the shape."""
+
+
+def always(_layer: LayerConfig) -> bool:
+    """The condition that holds in every layer."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,27 @@ class ParameterTemplate:
 
     parameter: str
     sources: tuple[Source, ...]
-    when: Condition = lambda _layer: True
+    when: Condition = always
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Tensors that may lie in the files and are not read."""
+
+    prefix: str
+    """How their names begin; {num_layers} stands for the number of layers."""
+    suffix: str
+    """How their names end."""
+    reason: str
+    only_with: str = ""
+    """A tensor, named like the prefix, without which this does not apply."""
+
+    def applies(self, name: str, config: ModelConfig, all_names: Mapping[str, object]) -> bool:
+        """Whether a tensor is one of these."""
+        prefix = self.prefix.format(num_layers=config.num_layers)
+        witness = self.only_with.format(num_layers=config.num_layers)
+        fits = name.startswith(prefix) and name.endswith(self.suffix)
+        return fits and (not witness or witness in all_names)
 
 
 @dataclass(frozen=True)
@@ -91,11 +124,15 @@ class Family:
     parse_config: Callable[[ConfigReader], ModelConfig]
     model_parameters: tuple[ParameterTemplate, ...]
     layer_parameters: tuple[ParameterTemplate, ...]
+    defaults: Mapping[str, object]
+    """What transformers takes for keys that `config.json` leaves out."""
+    tiny: Json
+    """`config.json` of a small model with layers of every kind."""
     expert_layouts: tuple[ExpertLayout, ...] = ()
-    ignored: dict[str, str] = field(default_factory=dict)
-    """Suffix of a tensor's name to the reason why it is not read."""
+    """Tried in this order; the first is how files on the hub are."""
+    ignored: tuple[Ignored, ...] = field(default=())
 
-    def attention_rules(self, config: ModelConfig) -> list[TensorRule]:
+    def attention_rules(self, config: ModelConfig) -> list[ParameterRule]:
         """Every parameter outside the experts, in the order of the forward pass."""
         embed, *rest = self.model_parameters
         rules = [_expand(embed, config, config.layers[0], 0)]
@@ -110,12 +147,23 @@ class Family:
         """The experts of an MoE layer."""
         ffn = config.moe_ffn(layer)
         return ExpertRules(
-            layer, ffn.num_experts, config.hidden_size, ffn.intermediate_size, self.expert_layouts
+            layer,
+            ffn.num_experts,
+            config.hidden_size,
+            ffn.intermediate_size,
+            ffn.bias,
+            self.expert_layouts,
         )
 
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor is known to be of no use."""
-        return any(name.endswith(suffix) for suffix in self.ignored)
+    def ignores(self, name: str, config: ModelConfig, all_names: Mapping[str, object]) -> bool:
+        """Whether a tensor is known to be of no use.
+
+        Args:
+            name: The tensor.
+            config: Of the model.
+            all_names: Every tensor of the files.
+        """
+        return any(ignored.applies(name, config, all_names) for ignored in self.ignored)
 
     def _templates(self, layer: LayerConfig) -> Iterator[ParameterTemplate]:
         return (template for template in self.layer_parameters if template.when(layer))
@@ -123,25 +171,46 @@ class Family:
 
 def _expand(
     template: ParameterTemplate, config: ModelConfig, layer: LayerConfig, index: int
-) -> TensorRule:
+) -> ParameterRule:
     sizes = _sizes(config, layer)
     sources = tuple(
-        StoredTensor(
+        WeightRule(
             tuple(name.format(layer=index) for name in source.names),
-            tuple(sizes[letter] for letter in source.dims),
+            tuple(sizes[symbol] for symbol in source.dims),
         )
         for source in template.sources
     )
-    return TensorRule(template.parameter.format(layer=index), sources)
+    return ParameterRule(template.parameter.format(layer=index), sources)
 
 
 def _sizes(config: ModelConfig, layer: LayerConfig) -> dict[str, int]:
-    ffn = layer.ffn
     return {
+        "1": 1,
         "V": config.vocab_size,
         "H": config.hidden_size,
-        "Q": layer.attention.q_size,
-        "K": layer.gqa.k_size,
-        "I": ffn.intermediate_size,
-        "E": ffn.num_experts if isinstance(ffn, MoeFfnConfig) else 0,
+        **_attention_sizes(layer),
+        **_ffn_sizes(layer),
     }
+
+
+def _attention_sizes(layer: LayerConfig) -> dict[str, int]:
+    attention = layer.attention
+    sizes = {"N": attention.num_heads, "Q": attention.q_size, "O": attention.out_size}
+    if isinstance(attention, GqaConfig):
+        return sizes | {"D": attention.head_dim, "K": attention.k_size, "W": attention.v_size}
+    latent = attention.kv_lora_rank
+    return sizes | {
+        "A": attention.q_lora_rank or 0,
+        "L": latent,
+        "M": latent + attention.rope_head_dim,
+        "B": attention.kv_b_size,
+    }
+
+
+def _ffn_sizes(layer: LayerConfig) -> dict[str, int]:
+    ffn = layer.ffn
+    sizes = {"I": ffn.intermediate_size}
+    if isinstance(ffn, MoeFfnConfig):
+        sizes["E"] = ffn.num_experts
+        sizes["S"] = ffn.shared.intermediate_size if ffn.shared is not None else 0
+    return sizes

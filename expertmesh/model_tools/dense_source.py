@@ -6,8 +6,9 @@ from typing import Protocol
 
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import CheckpointError
+from expertmesh.host_tensor import Array, to_float32
 from expertmesh.model_config import DenseFfnConfig, ModelConfig
-from expertmesh.model_tools.numbers import Array
+from expertmesh.model_tools.numbers import from_float32
 
 
 class DenseSource(Protocol):
@@ -45,4 +46,8 @@ class FolderSource:
 
     def tensor(self, name: str) -> Array:
         """A tensor by its Hugging Face name."""
-        return self._checkpoint.stored_tensor(name).data
+        stored = self._checkpoint.stored_tensor(name)
+        dtype = self.config.dtype
+        if stored.dtype == dtype:
+            return stored.data
+        return from_float32(to_float32(stored.data, stored.dtype), dtype)

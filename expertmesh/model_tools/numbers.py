@@ -9,19 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from expertmesh.host_tensor import Array
 from expertmesh.model_config import DtypeName
 
-Array = npt.NDArray[np.generic]
 Float32 = npt.NDArray[np.float32]
-
-
-def to_float32(stored: Array, dtype: DtypeName) -> Float32:
-    """Stored values as float32, exactly."""
-    if dtype == "bfloat16":
-        bits = stored.astype(np.uint32)
-        bits <<= 16
-        return bits.view(np.float32)
-    return stored.astype(np.float32)
 
 
 def from_float32(values: Float32, dtype: DtypeName) -> Array:

@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from expertmesh.errors import SettingsError
 from expertmesh.families import FAMILIES
+from expertmesh.host_tensor import Array, to_float32
 from expertmesh.model_config import GateConfig, ModelConfig, MoeFfnConfig
 from expertmesh.model_tools.dense_source import DenseSource
 from expertmesh.model_tools.gate_skew import GateBias
-from expertmesh.model_tools.numbers import Array, from_float32, normal, permutation, to_float32
+from expertmesh.model_tools.numbers import from_float32, normal, permutation
 
 GATE_STD = 0.05
 MAX_EXPERTS = 1024

@@ -12,10 +12,11 @@ import pytest
 
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import CheckpointError, SettingsError
+from expertmesh.host_tensor import to_float32
 from expertmesh.model_tools.dense_source import FolderSource
 from expertmesh.model_tools.gate_skew import GateBias, measure_gate_bias
 from expertmesh.model_tools.gguf_source import gguf_name, unpermute
-from expertmesh.model_tools.numbers import from_float32, normal, permutation, to_float32
+from expertmesh.model_tools.numbers import from_float32, normal, permutation
 from expertmesh.model_tools.numpy_llama import ffn_inputs, silu
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model

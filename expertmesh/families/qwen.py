@@ -1,0 +1,66 @@
+"""What Qwen2, Qwen3 and their MoE models have in common."""
+
+from __future__ import annotations
+
+from expertmesh.families import common
+from expertmesh.families.config_reader import ConfigReader
+
+_WINDOW_DEFAULTS: dict[str, object] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+DENSE_DEFAULTS: dict[str, object] = {
+    **common.BASE_DEFAULTS,
+    **_WINDOW_DEFAULTS,
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+
+MOE_DEFAULTS: dict[str, object] = {
+    **common.BASE_DEFAULTS,
+    **_WINDOW_DEFAULTS,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "max_position_embeddings": 32768,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+}
+
+
+def upper_windows(reader: ConfigReader) -> list[int | None]:
+    """Window of each layer: `layer_types`, or windows from `max_window_layers` on."""
+    first = reader.integer("max_window_layers", 0, common.MAX_LAYERS)
+    enabled = _windows_enabled(reader)
+    return _windows(reader, common.sliding_layers(reader, lambda i: enabled and i >= first))
+
+
+def alternate_windows(reader: ConfigReader) -> list[int | None]:
+    """Window of each layer: `layer_types`, or every other one below `max_window_layers`."""
+    end = reader.integer("max_window_layers", 0, common.MAX_LAYERS)
+    enabled = _windows_enabled(reader)
+    return _windows(
+        reader, common.sliding_layers(reader, lambda i: enabled and i % 2 == 0 and i < end)
+    )
+
+
+def same_window(reader: ConfigReader) -> int | None:
+    """The window of all layers."""
+    return common.sliding_window(reader) if _windows_enabled(reader) else None
+
+
+def _windows_enabled(reader: ConfigReader) -> bool:
+    return reader.boolean("use_sliding_window") and reader.get("sliding_window") is not None
+
+
+def _windows(reader: ConfigReader, sliding: list[bool]) -> list[int | None]:
+    if any(sliding) and not reader.boolean("use_sliding_window"):
+        reader.fail("use_sliding_window", "true, as layer_types has sliding_attention")
+    return common.windows(reader, sliding)

@@ -1,0 +1,38 @@
+"""Qwen2 and Qwen2.5: dense decoder with biases of q, k and v; upper layers may have a window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from expertmesh.families import common, qwen, tensors, tiny
+from expertmesh.families.config_reader import ConfigReader
+from expertmesh.families.rules import Family
+from expertmesh.model_config import LayerConfig, ModelConfig
+
+
+def _parse_config(reader: ConfigReader) -> ModelConfig:
+    attention = replace(common.parse_attention(reader), qkv_bias=True)
+    ffn = common.parse_dense_ffn(reader)
+    layers = [
+        LayerConfig(replace(attention, sliding_window=window), ffn)
+        for window in qwen.upper_windows(reader)
+    ]
+    return common.parse_model(reader, layers)
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    parse_config=_parse_config,
+    model_parameters=tensors.MODEL,
+    layer_parameters=(tensors.INPUT_NORM, *tensors.GQA, tensors.FFN_NORM, *tensors.DENSE_FFN),
+    ignored=(tensors.ROTARY_BUFFERS,),
+    defaults=qwen.DENSE_DEFAULTS,
+    tiny={
+        **tiny.TINY,
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "max_window_layers": 2,
+    },
+)

@@ -1,0 +1,96 @@
+"""A parameter as the loader gets it: weights of the files, one below the other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertmesh.errors import CheckpointError
+from expertmesh.host_tensor import Array, HostTensor, common_dtype, is_finite, widen
+from expertmesh.model_config import DtypeName
+from expertmesh.safetensors_file import STORAGE
+from expertmesh.weight_storage import Shape, StoredWeight
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a stored weight differs from the rows that a parameter has."""
+
+    transposed: bool = False
+    """Rows are stored as columns."""
+    interleaved: bool = False
+    """Rows of gate and up take turns, gate first; the parameter has all of gate, then up."""
+
+    def num_rows(self, stored: Shape) -> int:
+        """Rows of the parameter that a stored weight of this shape holds."""
+        return stored[-1] if self.transposed else stored[0]
+
+    def place(self, stored: Array, rows: Array) -> None:
+        """Copies a stored weight to its rows."""
+        found = stored.T if self.transposed else stored
+        if self.interleaved:
+            half = len(rows) // 2
+            rows[:half], rows[half:] = found[0::2], found[1::2]
+        else:
+            rows[...] = found
+
+
+AS_STORED = Arrangement()
+
+
+@dataclass(frozen=True)
+class ParameterSource:
+    """Where a parameter is read from."""
+
+    weights: tuple[StoredWeight, ...]
+    """One below the other."""
+    shape: Shape
+    """Of the parameter."""
+    index: int | None = None
+    """Entry along the first axis of each weight, if they are stacked."""
+    arrangement: Arrangement = AS_STORED
+
+    @property
+    def dtype(self) -> DtypeName:
+        """Type of the parameter: that of its weights, or float32 if they differ."""
+        return common_dtype(weight.dtype for weight in self.weights)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the parameter, however they are stored."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        return sum(weight.nbytes(self.index) for weight in self.weights)
+
+    def read(self) -> HostTensor:
+        """The parameter, in new memory.
+
+        Raises:
+            CheckpointError: a weight cannot be read, or holds NaN or infinity.
+        """
+        data = np.empty(self.shape, STORAGE[self.dtype])
+        start = 0
+        for weight in self.weights:
+            stored = weight.shape if self.index is None else weight.shape[1:]
+            stop = start + self.arrangement.num_rows(stored)
+            self._fill(weight, data[start:stop])
+            start = stop
+        assert start == self.shape[0], f"{self.weights[0].name}: {start} rows of {self.shape}"
+        return HostTensor(data, self.dtype)
+
+    def _fill(self, weight: StoredWeight, rows: Array) -> None:
+        direct = self.arrangement == AS_STORED and weight.dtype == self.dtype
+        data = weight.read(self.index, rows if direct else None)
+        if not direct:
+            self.arrangement.place(widen(data, weight.dtype, self.dtype), rows)
+        if not is_finite(rows, self.dtype):
+            raise CheckpointError(
+                f"{weight.path}: tensor {weight.name}: holds NaN or infinity, expected finite "
+                "weights",
+                fix="download the file again",
+            )
