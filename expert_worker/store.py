@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from expertmesh.checkpoint import Checkpoint, HostTensor
 from expertmesh.errors import ExpertMeshError
-from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh.model_config import DtypeName, ModelConfig, MoeFfnConfig
 from expertmesh_kernels.grouped_mlp import ExpertWeights
 from expertmesh_kernels.host import TORCH_DTYPES, find_device, to_torch
-from expertmesh_kernels.linear import PackedLinear, pack_linear
+from expertmesh_kernels.linear import pack_linear
 
 
 class ExpertStoreError(ExpertMeshError):
@@ -95,11 +97,9 @@ class ExpertStore:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of one expert's weights, without what packing adds."""
-        layers = self.config.moe_layers
-        if not layers:
-            return 0
-        elements = 3 * self.config.hidden_size * self.config.moe_ffn(layers[0]).intermediate_size
+        """Bytes of one expert's weights (the largest's, if layers differ), as if not packed."""
+        layers = (self.config.moe_ffn(layer) for layer in self.config.moe_layers)
+        elements = max((_num_elements(self.config.hidden_size, ffn) for ffn in layers), default=0)
         return elements * TORCH_DTYPES[self.dtype].itemsize
 
     def residency(self) -> dict[int, LayerResidency]:
@@ -211,11 +211,19 @@ class ExpertStore:
 
     def _read(self, layer: int, expert: int) -> ExpertWeights:
         tensors = self.checkpoint.read_expert(layer, expert)
-        return ExpertWeights(self._pack(tensors.gate_up), self._pack(tensors.down))
+        return ExpertWeights(
+            gate_up=pack_linear(
+                self._tensor(tensors.gate_up), self._optional(tensors.gate_up_bias)
+            ),
+            down=pack_linear(self._tensor(tensors.down), self._optional(tensors.down_bias)),
+        )
 
-    def _pack(self, tensor: HostTensor) -> PackedLinear:
-        weight_NK = to_torch(tensor.data, tensor.dtype, TORCH_DTYPES[self.dtype])
-        return pack_linear(weight_NK.to(self.device))
+    def _tensor(self, tensor: HostTensor) -> Tensor:
+        """A tensor on the device, in the type of the store."""
+        return to_torch(tensor.data, tensor.dtype, TORCH_DTYPES[self.dtype]).to(self.device)
+
+    def _optional(self, tensor: HostTensor | None) -> Tensor | None:
+        return None if tensor is None else self._tensor(tensor)
 
     def _replace(
         self, layer: int, weights: Mapping[int, ExpertWeights], retiring: frozenset[int]
@@ -231,6 +239,12 @@ class ExpertStore:
 def count_experts(config: ModelConfig) -> int:
     """Experts of the model, all layers together."""
     return sum(config.moe_ffn(layer).num_experts for layer in config.moe_layers)
+
+
+def _num_elements(hidden_size: int, ffn: MoeFfnConfig) -> int:
+    """Weights of one expert, its biases included."""
+    biases = 2 * ffn.intermediate_size + hidden_size
+    return 3 * hidden_size * ffn.intermediate_size + ffn.bias * biases
 
 
 def _ignore_change() -> None:

@@ -7,17 +7,17 @@ transformers in FP32; exactness is compared bit by bit, in FP32 and bfloat16.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from expertmesh.model_config import DtypeName
 from expertmesh.v1 import attention_service_pb2 as pb
-from tests.support.oracle import MIN_MARGIN, Oracle, prompts
-from tests.support.runner_driver import DrivenRequest, RunnerDriver, make_runner
+from tests.support.oracle import Oracle, prompts
+from tests.support.parity import Traffic, bits, compare, drive
+from tests.support.runner_driver import RunnerDriver, make_runner
 from tests.support.tiny_checkpoints import (
     LLAMA,
     LLAMA_TIED,
@@ -42,44 +42,13 @@ LENGTHS = (1, 5, 16, 17, 31, 40, 67)
 NUM_TOKENS = 24
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """How a driver cuts the work into steps."""
-
-    chunk: int
-    budget: int = 1024
-    block_size: int = 16
-
-
 TRAFFICS = [Traffic(512), Traffic(16), Traffic(7, budget=40), Traffic(33, block_size=5)]
 
 
-def _compare(request: DrivenRequest, oracle: Oracle) -> tuple[float, int]:
-    """Asserts equal greedy tokens wherever the margin is clear.
-
-    Returns the largest difference of logits, and the number of clear steps.
-    """
-    expected_TV = oracle.logits(request.tokens)[len(request.prompt) - 1 : -1]
-    actual_TV = np.stack(request.logits)
-    top_T2 = np.sort(expected_TV, axis=1)[:, -2:]
-    clear_T = top_T2[:, 1] - top_T2[:, 0] > MIN_MARGIN
-    assert (
-        expected_TV.argmax(axis=1)[clear_T].tolist() == np.array(request.output)[clear_T].tolist()
-    )
-    return float(np.abs(expected_TV - actual_TV).max()), int(clear_T.sum())
-
-
 def _check_parity(model_dir: Path, oracle: Oracle, traffic: Traffic) -> None:
-    driver = RunnerDriver(
-        make_runner(model_dir, num_slots=5, block_size=traffic.block_size),
-        chunk=traffic.chunk,
-        budget=traffic.budget,
-    )
-    requests = [driver.submit(prompt, NUM_TOKENS) for prompt in prompts(oracle.vocab_size, LENGTHS)]
-    driver.run()
-    results = [_compare(request, oracle) for request in requests]
-    assert max(difference for difference, _ in results) <= 1e-4
-    assert sum(clear for _, clear in results) >= 0.95 * NUM_TOKENS * len(LENGTHS)
+    runner = make_runner(model_dir, num_slots=5, block_size=traffic.block_size)
+    requests = drive(runner, traffic, prompts(oracle.vocab_size, LENGTHS), NUM_TOKENS)
+    compare(requests, oracle).check()
 
 
 @pytest.mark.parametrize("traffic", TRAFFICS, ids=str)
@@ -104,21 +73,11 @@ def test_sliding_window_matches_transformers(tmp_path: Path) -> None:
 EXACT_SHAPES: dict[str, TinyShape] = {"llama": LLAMA, "mixtral": MIXTRAL}
 
 
-def _run(
+def _bits(
     model_dir: Path, dtype: DtypeName, traffic: Traffic, asked: list[list[int]]
-) -> list[DrivenRequest]:
-    driver = RunnerDriver(
-        make_runner(model_dir, dtype=dtype, block_size=traffic.block_size),
-        chunk=traffic.chunk,
-        budget=traffic.budget,
-    )
-    requests = [driver.submit(prompt, 8) for prompt in asked]
-    driver.run()
-    return requests
-
-
-def _bits(requests: list[DrivenRequest]) -> list[bytes]:
-    return [np.stack(request.logits).tobytes() for request in requests]
+) -> list[bytes]:
+    runner = make_runner(model_dir, dtype=dtype, block_size=traffic.block_size)
+    return bits(drive(runner, traffic, asked, 8))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -130,9 +89,9 @@ def test_logits_are_bit_equal_alone_in_batches_and_in_chunks(
     shape = EXACT_SHAPES[name]
     model_dir = models.tiny(shape)
     asked = prompts(shape.vocab_size, [3 + 11 * index for index in range(16)], seed=1)
-    alone = [_bits(_run(model_dir, dtype, Traffic(512), [prompt]))[0] for prompt in asked[::5]]
+    alone = [_bits(model_dir, dtype, Traffic(512), [prompt])[0] for prompt in asked[::5]]
     for traffic in (Traffic(512), Traffic(16), Traffic(7, budget=50), Traffic(33, block_size=5)):
-        batch = _bits(_run(model_dir, dtype, traffic, asked))
+        batch = _bits(model_dir, dtype, traffic, asked)
         assert batch[::5] == alone, traffic
 
 
@@ -152,4 +111,4 @@ def test_preemption_changes_no_bit_and_no_sample(models: Models, dtype: DtypeNam
     driver.submit(prompt[:9], 3)
     driver.run()
     assert preempted.output == undisturbed.output
-    assert _bits([preempted]) == _bits([undisturbed])
+    assert bits([preempted]) == bits([undisturbed])
