@@ -10,11 +10,21 @@ from pathlib import Path
 
 from expertmesh.errors import CheckpointError
 from expertmesh.families.config_reader import ConfigReader
+from expertmesh.families.deepseek_v2 import DEEPSEEK_V2
+from expertmesh.families.deepseek_v3 import DEEPSEEK_V3
+from expertmesh.families.gemma2 import GEMMA2
+from expertmesh.families.gemma3_text import GEMMA3_TEXT
+from expertmesh.families.gpt_oss import GPT_OSS
+from expertmesh.families.kimi_k2 import KIMI_K2
 from expertmesh.families.llama import LLAMA
+from expertmesh.families.mimo_v2_flash import MIMO_V2_FLASH
 from expertmesh.families.mistral import MISTRAL
 from expertmesh.families.mixtral import MIXTRAL
+from expertmesh.families.olmoe import OLMOE
 from expertmesh.families.qwen2 import QWEN2
+from expertmesh.families.qwen2_moe import QWEN2_MOE
 from expertmesh.families.qwen3 import QWEN3
+from expertmesh.families.qwen3_moe import QWEN3_MOE
 from expertmesh.families.rules import ExpertLayout, ExpertRules, Family, ParameterRule, WeightRule
 from expertmesh.json_file import read_json_object
 from expertmesh.model_config import ModelConfig
@@ -30,7 +40,24 @@ __all__ = [
 ]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL)
+    family.model_type: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA2,
+        GEMMA3_TEXT,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        OLMOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
+        GPT_OSS,
+        MIMO_V2_FLASH,
+    )
 }
 """model_type to family."""
 

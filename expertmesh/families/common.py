@@ -18,6 +18,7 @@ from expertmesh.model_config import (
     LayerConfig,
     ModelConfig,
     NormConfig,
+    RopeConfig,
 )
 
 # Bounds: well above every public model, low enough that no product of them overflows 64 bits.
@@ -67,8 +68,15 @@ def parse_model(
     )
 
 
-def parse_attention(reader: ConfigReader, *, default_theta: float = 1e4) -> GqaConfig:
-    """Grouped-query attention with rope over the whole head, and nothing special."""
+def parse_attention(
+    reader: ConfigReader, rope_of: Callable[[ConfigReader, int], RopeConfig] = parse_rope
+) -> GqaConfig:
+    """Grouped-query attention with nothing special.
+
+    Args:
+        reader: The config.
+        rope_of: Makes the rope for a head size; by default it is over the whole head.
+    """
     num_heads, num_kv_heads = parse_heads(reader, "num_attention_heads", "num_key_value_heads")
     head_dim = reader.optional_integer("head_dim", 2, MAX_HEAD_DIM)
     if head_dim is None:
@@ -81,17 +89,15 @@ def parse_attention(reader: ConfigReader, *, default_theta: float = 1e4) -> GqaC
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rope=parse_rope(reader, head_dim, default_theta),
+        rope=rope_of(reader, head_dim),
         scale=head_dim**-0.5,
     )
 
 
-def parse_heads(
-    reader: ConfigReader, heads: str, kv_heads: str, default_kv: int | None = None
-) -> tuple[int, int]:
+def parse_heads(reader: ConfigReader, heads: str, kv_heads: str) -> tuple[int, int]:
     """Query heads and key heads; the latter divide the former."""
     num_heads = reader.integer(heads, 1, MAX_HEADS)
-    num_kv_heads = reader.integer(kv_heads, 1, MAX_HEADS, default_kv or num_heads)
+    num_kv_heads = reader.integer(kv_heads, 1, MAX_HEADS, num_heads)
     if num_heads % num_kv_heads:
         reader.fail(kv_heads, f"a divisor of {heads}={num_heads}")
     return num_heads, num_kv_heads

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from expertmesh.families import common
 from expertmesh.families.config_reader import ConfigReader
+from expertmesh.model_config import GqaConfig, LayerConfig, ModelConfig, MoeFfnConfig
 
 _WINDOW_DEFAULTS: dict[str, object] = {
     "use_sliding_window": False,
@@ -64,3 +67,23 @@ def _windows(reader: ConfigReader, sliding: list[bool]) -> list[int | None]:
     if any(sliding) and not reader.boolean("use_sliding_window"):
         reader.fail("use_sliding_window", "true, as layer_types has sliding_attention")
     return common.windows(reader, sliding)
+
+
+def moe_ffn(reader: ConfigReader, experts_key: str) -> MoeFfnConfig:
+    """The FFN of layers with experts."""
+    renormalize = reader.boolean("norm_topk_prob")
+    gate = common.parse_softmax_gate(reader, experts_key, renormalize=renormalize)
+    wide = common.intermediate_size(reader, "moe_intermediate_size")
+    return MoeFfnConfig(gate, wide, common.parse_activation(reader))
+
+
+def parse_moe_model(
+    reader: ConfigReader, attention: GqaConfig, moe: MoeFfnConfig, windows: list[int | None]
+) -> ModelConfig:
+    """A model some of whose layers may be dense, as `decoder_sparse_step` says."""
+    dense = common.parse_dense_ffn(reader)
+    layers = [
+        LayerConfig(replace(attention, sliding_window=window), moe if sparse else dense)
+        for window, sparse in zip(windows, common.sparse_layers(reader), strict=True)
+    ]
+    return common.parse_model(reader, layers)

@@ -205,6 +205,7 @@ def _mimo() -> Config:
         partial_rotary_factor=0.334,
         rope_theta=5000000,
         swa_rope_theta=10000,
+        rms_norm_eps=1e-5,
         layernorm_epsilon=1e-5,
         hidden_act="silu",
         tie_word_embeddings=False,
