@@ -5,17 +5,15 @@ The result says where everything lies; no data is read here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from expertmesh.errors import CheckpointError
-from expertmesh.families import ExpertLayout, ExpertRules, Family, ParameterRule
+from expertmesh.families import ExpertLayout, ExpertRules, Family, ParameterRule, WeightRule
 from expertmesh.model_config import ModelConfig
 from expertmesh.parameter_source import Arrangement, ParameterSource
 from expertmesh.safetensors_file import SafetensorsFile
 from expertmesh.weight_storage import (
-    Shape,
     StoredWeight,
     TensorFiles,
     Weight,
@@ -84,7 +82,8 @@ def take_inventory(
         experts |= picker.experts(family.expert_rules(config, layer))
     tied_copy = None
     if config.tie_word_embeddings:
-        tied_copy = picker.optional(Weight(LM_HEAD, _embedding_shape(config), "lm_head"))
+        shape = (config.vocab_size, config.hidden_size)
+        tied_copy = picker.optional(Weight(LM_HEAD, shape, "lm_head"))
     _check_all_used(config, family, picker.files, files)
     return Inventory(parameters, experts, tied_copy)
 
@@ -107,10 +106,6 @@ def _check_all_used(
     )
 
 
-def _embedding_shape(config: ModelConfig) -> Shape:
-    return (config.vocab_size, config.hidden_size)
-
-
 @dataclass(frozen=True)
 class _Picker:
     """Hands out weights by name."""
@@ -120,10 +115,8 @@ class _Picker:
 
     def joined(self, rule: ParameterRule) -> ParameterSource:
         """Weights one below the other."""
-        role = re.sub(r"^layers\.\d+\.", "", rule.parameter)
-        weights = tuple(self.take(s.names, s.shape, role) for s in rule.sources)
-        rows = sum(source.shape[0] for source in rule.sources)
-        return ParameterSource(weights, (rows, *rule.sources[0].shape[1:]))
+        weights = tuple(self.take(source, rule.role) for source in rule.sources)
+        return ParameterSource(weights, rule.shape)
 
     def optional(self, weight: Weight) -> ParameterSource | None:
         """A weight that may be missing."""
@@ -131,23 +124,23 @@ class _Picker:
             return None
         return ParameterSource((self.storage.take(weight, self.files),), weight.shape)
 
-    def take(self, names: tuple[str, ...], shape: Shape, role: str) -> StoredWeight:
-        """The weight that has one of these names."""
-        for name in names:
-            weight = Weight(name, shape, role)
+    def take(self, rule: WeightRule, role: str) -> StoredWeight:
+        """The weight, under one of its names."""
+        for name in rule.names:
+            weight = Weight(name, rule.shape, role)
             if self.storage.holds(weight, self.files):
                 return self.storage.take(weight, self.files)
         fix = ""
-        if LM_HEAD in names:
+        if LM_HEAD in rule.names:
             fix = 'set "tie_word_embeddings": true in config.json if the embedding is shared'
-        raise missing(self.files.folder, names, fix)
+        raise missing(self.files.folder, rule.names, fix)
 
     def experts(self, rules: ExpertRules) -> dict[tuple[int, int], ExpertSource]:
         """All experts of a layer, in the first layout of which there is any weight."""
-        layouts = [_ExpertPicker(self, rules, layout, {}) for layout in rules.layouts]
-        picker = next((layout for layout in layouts if layout.is_used()), None)
+        pickers = [_ExpertPicker(self, rules, layout, {}) for layout in rules.layouts]
+        picker = next((picker for picker in pickers if picker.is_used()), None)
         if picker is None:
-            names = tuple(layout.sample() for layout in layouts)
+            names = tuple(picker.weights(0)[0].name for picker in pickers)
             raise missing(self.files.folder, names)
         return {(rules.layer, expert): picker.expert(expert) for expert in range(rules.num_experts)}
 
@@ -162,71 +155,41 @@ class _ExpertPicker:
     stacks: dict[str, StoredWeight]
 
     def is_used(self) -> bool:
-        """Whether the files hold any matrix of the first expert."""
+        """Whether the files hold any weight of the first expert."""
         picker = self.picker
-        matrices = (*self._gate_up(0), self._down(0))
-        return any(picker.storage.holds(weight, picker.files) for weight in matrices)
+        return any(picker.storage.holds(weight, picker.files) for weight in self.weights(0))
 
-    def sample(self) -> str:
-        """A tensor that files in this layout have."""
-        return self._gate_up(0)[0].name
+    def weights(self, expert: int) -> list[Weight]:
+        """All weights of an expert."""
+        return [
+            Weight(source.names[0], source.shape, rule.parameter)
+            for rule in self.rules.parameters(self.layout, expert)
+            for source in rule.sources
+        ]
 
     def expert(self, expert: int) -> ExpertSource:
         """Where an expert is read from."""
-        layout, rules = self.layout, self.rules
-        rows = 2 * rules.intermediate_size
-        interleaved = Arrangement(layout.transposed, layout.interleaved)
-        source = ExpertSource(
-            self._source(self._gate_up(expert), expert, (rows, rules.hidden_size), interleaved),
-            self._source(
-                (self._down(expert),),
-                expert,
-                (rules.hidden_size, rules.intermediate_size),
-                Arrangement(layout.transposed),
-            ),
-        )
-        return replace(source, **self._biases(expert)) if rules.bias else source
-
-    def _biases(self, expert: int) -> dict[str, ParameterSource]:
-        layout, rows, hidden = self.layout, 2 * self.rules.intermediate_size, self.rules.hidden_size
-        gate_up = self._weight("gate_up_bias", layout.gate_up_bias, expert, (rows,))
-        down = self._weight("down_bias", layout.down_bias, expert, (hidden,))
-        interleaved = Arrangement(interleaved=layout.interleaved)
-        return {
-            "gate_up_bias": self._source((gate_up,), expert, (rows,), interleaved),
-            "down_bias": self._source((down,), expert, (hidden,), Arrangement()),
+        sources = {
+            rule.parameter.removeprefix("experts."): self._source(rule, expert)
+            for rule in self.rules.parameters(self.layout, expert)
         }
+        return ExpertSource(**sources)
 
-    def _gate_up(self, expert: int) -> tuple[Weight, ...]:
-        names = self.layout.gate_up
-        shape = (2 * self.rules.intermediate_size // len(names), self.rules.hidden_size)
-        return tuple(self._matrix("gate_up", name, expert, shape) for name in names)
+    def _source(self, rule: ParameterRule, expert: int) -> ParameterSource:
+        layout = self.layout
+        weights = tuple(self._take(source, rule.parameter) for source in rule.sources)
+        arrangement = Arrangement(
+            transposed=layout.transposed and len(rule.shape) == 2,
+            interleaved=layout.interleaved and "gate_up" in rule.parameter,
+        )
+        index = expert if layout.stacked else None
+        return ParameterSource(weights, rule.shape, index, arrangement)
 
-    def _down(self, expert: int) -> Weight:
-        shape = (self.rules.hidden_size, self.rules.intermediate_size)
-        return self._matrix("down", self.layout.down, expert, shape)
-
-    def _matrix(self, role: str, template: str, expert: int, shape: Shape) -> Weight:
-        stored = shape[::-1] if self.layout.transposed else shape
-        return self._weight(role, template, expert, stored)
-
-    def _weight(self, role: str, template: str, expert: int, shape: Shape) -> Weight:
-        name = template.format(layer=self.rules.layer, expert=expert)
-        stacked = "{expert}" not in template
-        stored = (self.rules.num_experts, *shape) if stacked else shape
-        return Weight(name, stored, f"experts.{role}")
-
-    def _source(
-        self, weights: tuple[Weight, ...], expert: int, shape: Shape, arrangement: Arrangement
-    ) -> ParameterSource:
-        stacked = len(weights[0].shape) > len(shape)
-        taken = tuple(self._take(weight, stacked) for weight in weights)
-        return ParameterSource(taken, shape, expert if stacked else None, arrangement)
-
-    def _take(self, weight: Weight, stacked: bool) -> StoredWeight:
-        if weight.name in self.stacks:
-            return self.stacks[weight.name]
-        taken = self.picker.take((weight.name,), weight.shape, weight.parameter)
-        if stacked:
-            self.stacks[weight.name] = taken
+    def _take(self, rule: WeightRule, role: str) -> StoredWeight:
+        (name,) = rule.names
+        if name in self.stacks:
+            return self.stacks[name]
+        taken = self.picker.take(rule, role)
+        if self.layout.stacked:
+            self.stacks[name] = taken
         return taken

@@ -103,6 +103,7 @@ GPT_OSS = Family(
     tiny={
         **tiny.TINY,
         "num_hidden_layers": 4,
+        "hidden_size": 64,
         "intermediate_size": 32,
         "sliding_window": 12,
         "num_local_experts": 6,

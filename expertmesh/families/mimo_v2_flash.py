@@ -152,7 +152,7 @@ MIMO_V2_FLASH = Family(
     model_parameters=tensors.MODEL,
     layer_parameters=(
         tensors.INPUT_NORM,
-        *tensors.GQA,
+        *tensors.gqa("attention_sink_bias", "sinks"),
         tensors.FFN_NORM,
         *tensors.DENSE_FFN,
         *tensors.gate("mlp.gate"),

@@ -12,6 +12,7 @@ the first axis). Shapes are strings of symbols:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -32,10 +33,16 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """One parameter of the attention worker, made of weights one below the other."""
+    """One of our parameters, made of weights one below the other."""
 
     parameter: str
+    shape: tuple[int, ...]
     sources: tuple[WeightRule, ...]
+
+    @property
+    def role(self) -> str:
+        """Its name without the layer."""
+        return re.sub(r"^layers\.\d+\.", "", self.parameter)
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,11 @@ class ExpertLayout:
     interleaved: bool = False
     """Gate and up take turns, in the order gate, up, gate, up, ..."""
 
+    @property
+    def stacked(self) -> bool:
+        """Whether all experts share their tensors."""
+        return "{expert}" not in self.down
+
 
 @dataclass(frozen=True)
 class ExpertRules:
@@ -69,6 +81,41 @@ class ExpertRules:
     intermediate_size: int
     bias: bool
     layouts: tuple[ExpertLayout, ...]
+
+    def parameters(self, layout: ExpertLayout, expert: int) -> list[ParameterRule]:
+        """`experts.gate_up`, `experts.down` and the biases of an expert, stored in this layout.
+
+        Shapes are those of one expert, shapes of sources as stored.
+        """
+        hidden, wide = self.hidden_size, self.intermediate_size
+        found = [
+            self._rule(layout, "gate_up", layout.gate_up, expert, (2 * wide, hidden)),
+            self._rule(layout, "down", (layout.down,), expert, (hidden, wide)),
+        ]
+        if self.bias:
+            found += [
+                self._rule(layout, "gate_up_bias", (layout.gate_up_bias,), expert, (2 * wide,)),
+                self._rule(layout, "down_bias", (layout.down_bias,), expert, (hidden,)),
+            ]
+        return found
+
+    def _rule(
+        self,
+        layout: ExpertLayout,
+        name: str,
+        templates: tuple[str, ...],
+        expert: int,
+        shape: tuple[int, ...],
+    ) -> ParameterRule:
+        part = (shape[0] // len(templates), *shape[1:])
+        stored = part[::-1] if layout.transposed else part
+        if layout.stacked:
+            stored = (self.num_experts, *stored)
+        sources = tuple(
+            WeightRule((template.format(layer=self.layer, expert=expert),), stored)
+            for template in templates
+        )
+        return ParameterRule(f"experts.{name}", shape, sources)
 
 
 @dataclass(frozen=True)
@@ -180,7 +227,8 @@ def _expand(
         )
         for source in template.sources
     )
-    return ParameterRule(template.parameter.format(layer=index), sources)
+    shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
+    return ParameterRule(template.parameter.format(layer=index), shape, sources)
 
 
 def _sizes(config: ModelConfig, layer: LayerConfig) -> dict[str, int]:

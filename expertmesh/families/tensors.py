@@ -120,32 +120,33 @@ MODEL = (
 INPUT_NORM = one("layers.{layer}.input_norm", LAYER + "input_layernorm.weight", "H")
 FFN_NORM = one("layers.{layer}.ffn_norm", LAYER + "post_attention_layernorm.weight", "H")
 
-GQA = (
-    stacked(
-        "layers.{layer}.qkv",
-        ATTENTION,
-        {"q_proj.weight": "QH", "k_proj.weight": "KH", "v_proj.weight": "WH"},
-    ),
-    stacked(
-        "layers.{layer}.qkv_bias",
-        ATTENTION,
-        {"q_proj.bias": "Q", "k_proj.bias": "K", "v_proj.bias": "W"},
-        _has_qkv_bias,
-    ),
-    one("layers.{layer}.q_norm", ATTENTION + "q_norm.weight", "D", _has_head_norm),
-    one("layers.{layer}.k_norm", ATTENTION + "k_norm.weight", "D", _has_head_norm),
-    one("layers.{layer}.q_norm", ATTENTION + "q_norm.weight", "Q", _has_whole_norm),
-    one("layers.{layer}.k_norm", ATTENTION + "k_norm.weight", "K", _has_whole_norm),
-    one(
-        "layers.{layer}.sinks",
-        (ATTENTION + "sinks", ATTENTION + "attention_sink_bias"),
-        "N",
-        _has_sinks,
-    ),
-    one("layers.{layer}.o", ATTENTION + "o_proj.weight", "HO"),
-    one("layers.{layer}.o_bias", ATTENTION + "o_proj.bias", "H", _has_o_bias),
-)
-"""Grouped-query attention."""
+
+def gqa(*sinks: str) -> tuple[ParameterTemplate, ...]:
+    """Grouped-query attention; more names of the sinks are spellings."""
+    sink_names = tuple(ATTENTION + name for name in sinks)
+    return (
+        stacked(
+            "layers.{layer}.qkv",
+            ATTENTION,
+            {"q_proj.weight": "QH", "k_proj.weight": "KH", "v_proj.weight": "WH"},
+        ),
+        stacked(
+            "layers.{layer}.qkv_bias",
+            ATTENTION,
+            {"q_proj.bias": "Q", "k_proj.bias": "K", "v_proj.bias": "W"},
+            _has_qkv_bias,
+        ),
+        one("layers.{layer}.q_norm", ATTENTION + "q_norm.weight", "D", _has_head_norm),
+        one("layers.{layer}.k_norm", ATTENTION + "k_norm.weight", "D", _has_head_norm),
+        one("layers.{layer}.q_norm", ATTENTION + "q_norm.weight", "Q", _has_whole_norm),
+        one("layers.{layer}.k_norm", ATTENTION + "k_norm.weight", "K", _has_whole_norm),
+        one("layers.{layer}.sinks", sink_names, "N", _has_sinks),
+        one("layers.{layer}.o", ATTENTION + "o_proj.weight", "HO"),
+        one("layers.{layer}.o_bias", ATTENTION + "o_proj.bias", "H", _has_o_bias),
+    )
+
+
+GQA = gqa("sinks")
 
 MLA = (
     one("layers.{layer}.q", ATTENTION + "q_proj.weight", "QH", _has_full_q),
