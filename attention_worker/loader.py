@@ -131,5 +131,4 @@ class _Builder:
         return pack_linear(self._parameters.take(name), bias_N)
 
     def _make_rope(self, config: RopeConfig) -> RopeTable:
-        table = rope_table(config, self._max_model_len)
-        return RopeTable(table.cos_LD.to(self._device), table.sin_LD.to(self._device))
+        return rope_table(config, self._max_model_len).to(self._device)

@@ -2,38 +2,55 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from expertmesh.model_config import SILU, Activation
-from expertmesh_kernels.cpu.mlp import silu_times
+from expertmesh.model_config import Activation
+from expertmesh_kernels.cpu import activation as cpu
 from expertmesh_kernels.host import as_array
+
+_KINDS = {
+    "silu": cpu.SILU,
+    "gelu_tanh": cpu.GELU_TANH,
+    "clamped_swiglu": cpu.CLAMPED_SWIGLU,
+}
 
 
 def gated_activation(gate_up_R2I: Tensor, activation: Activation) -> Tensor:
-    """act(gate) * up, [R, I]: computed in FP32, rounded once to the input's dtype.
+    """act(gate, up), [R, I]: computed in FP32, rounded once to the input's dtype.
 
     Args:
         gate_up_R2I: Gate in the first I columns, up in the rest.
-        activation: Only "silu" so far: x / (1 + exp(-x)).
+        activation: Which one; `Activation` has the equations.
     """
-    check_activation(activation)
     if gate_up_R2I.device.type != "cpu":
         return gated_activation_reference(gate_up_R2I, activation)
     num_rows, width = gate_up_R2I.shape
     out_RI = gate_up_R2I.new_empty(num_rows, width // 2)
-    silu_times(as_array(gate_up_R2I), as_array(out_RI))
+    cpu.gated_activation(as_array(gate_up_R2I), *cpu_arguments(activation), as_array(out_RI))
     return out_RI
 
 
 def gated_activation_reference(gate_up_R2I: Tensor, activation: Activation) -> Tensor:
     """What `gated_activation` computes, in PyTorch."""
-    check_activation(activation)
     gate_RI, up_RI = gate_up_R2I.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate_RI) * up_RI).to(gate_up_R2I.dtype)
+    return _reference(gate_RI, up_RI, activation).to(gate_up_R2I.dtype)
 
 
-def check_activation(activation: Activation) -> None:
-    """Raise ValueError for an activation without a kernel."""
-    if activation != SILU:
-        raise ValueError(f"activation is {activation.kind!r}, expected 'silu'")
+def _reference(gate_RI: Tensor, up_RI: Tensor, activation: Activation) -> Tensor:
+    if activation.kind == "silu":
+        return torch.nn.functional.silu(gate_RI) * up_RI
+    if activation.kind == "gelu_tanh":
+        return torch.nn.functional.gelu(gate_RI, approximate="tanh") * up_RI
+    gate_RI = gate_RI.clamp(max=activation.limit)
+    up_RI = up_RI.clamp(-activation.limit, activation.limit)
+    return (up_RI + 1) * gate_RI * torch.sigmoid(activation.alpha * gate_RI)
+
+
+def cpu_arguments(activation: Activation) -> tuple[int, np.float32, np.float32]:
+    """What CPU kernels take: kind, alpha and limit."""
+    kind = _KINDS.get(activation.kind)
+    if kind is None:
+        raise ValueError(f"activation is {activation.kind!r}, expected one of {sorted(_KINDS)}")
+    return kind, np.float32(activation.alpha), np.float32(activation.limit)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh.model_config import Activation
-from expertmesh_kernels.activation import check_activation, gated_activation_reference
+from expertmesh_kernels.activation import cpu_arguments, gated_activation_reference
 from expertmesh_kernels.cpu.mlp import gated_mlp as cpu_gated_mlp
 from expertmesh_kernels.host import as_array, as_input
 from expertmesh_kernels.linear import PackedLinear, linear_reference
@@ -37,16 +37,15 @@ class ExpertWeights:
 
 
 def gated_mlp(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
-    """down(act(gate(x)) * up(x)), [R, H], in the dtype of x.
+    """down(act(gate(x), up(x))), [R, H], in the dtype of x.
 
-    FP32 inside; rounded to the dtype of x after act(gate) * up, and at the end.
+    FP32 inside; rounded to the dtype of x after the activation, and at the end.
     """
-    check_activation(activation)
     if x_RH.device.type != "cpu":
         return gated_mlp_reference(x_RH, weights, activation)
     out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
     rows_R = np.arange(x_RH.shape[0], dtype=np.int64)
-    _run_cpu(as_array(x_RH), rows_R, weights, as_array(out_RH), rows_R)
+    _run_cpu(as_array(x_RH), rows_R, weights, activation, as_array(out_RH), rows_R)
     return out_RH
 
 
@@ -66,14 +65,13 @@ def grouped_mlp(
         experts: Weights by expert id.
         activation: See `gated_activation`.
     """
-    check_activation(activation)
     if x_RH.device.type != "cpu":
         return grouped_mlp_reference(x_RH, row_of_pair_N, expert_of_pair_N, experts, activation)
     out_NH = x_RH.new_empty(len(row_of_pair_N), x_RH.shape[1])
     x, out = as_array(x_RH), as_array(out_NH)
     row_of_pair_N = as_input(row_of_pair_N, np.int64)
     for expert, pairs in _pairs_by_expert(expert_of_pair_N):
-        _run_cpu(x, row_of_pair_N[pairs], experts[expert], out, pairs)
+        _run_cpu(x, row_of_pair_N[pairs], experts[expert], activation, out, pairs)
     return out_NH
 
 
@@ -87,6 +85,7 @@ def _run_cpu(
     x: NDArray[np.generic],
     rows: NDArray[np.int64],
     weights: ExpertWeights,
+    activation: Activation,
     out: NDArray[np.generic],
     out_rows: NDArray[np.int64],
 ) -> None:
@@ -95,7 +94,7 @@ def _run_cpu(
         raise ValueError(f"x has {x.shape[1]} features, expected {gate_up.in_features}")
     cpu_gated_mlp(
         x, rows, gate_up.panels, gate_up.bias, down.panels, down.bias, down.in_features,
-        out, out_rows,
+        *cpu_arguments(activation), out, out_rows,
     )  # fmt: skip
 
 

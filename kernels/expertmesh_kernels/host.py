@@ -86,6 +86,23 @@ def as_rows(tensor: Tensor) -> tuple[NDArray[Any], int]:
     return as_array(tensor.as_strided((span,), (1,))), stride
 
 
+def as_heads(tensor: Tensor) -> tuple[NDArray[Any], tuple[int, int]]:
+    """The memory of a tensor [T, n, D], flat, and the distances of two rows and of two heads.
+
+    A column slice of a larger tensor, or a part of every head, is not copied.
+
+    Raises:
+        ValueError: The elements of one head are not adjacent in memory.
+    """
+    num_rows, num_heads, width = tensor.shape
+    if tensor.stride(2) != 1 and width > 1:
+        raise ValueError(f"strides are {tensor.stride()}, expected contiguous heads")
+    row_stride, head_stride = tensor.stride(0), tensor.stride(1)
+    span = (num_rows - 1) * row_stride + (num_heads - 1) * head_stride + width
+    flat = tensor.as_strided((span if tensor.numel() else 0,), (1,))
+    return as_array(flat), (row_stride, head_stride)
+
+
 def as_input(array: NDArray[np.generic], dtype: type[Scalar]) -> NDArray[Scalar]:
     """An array as kernels expect their index inputs: of the dtype, contiguous and writable.
 

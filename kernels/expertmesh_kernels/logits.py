@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from expertmesh_kernels.cpu import logits as cpu
-from expertmesh_kernels.host import as_input
+from expertmesh_kernels.host import as_array, as_input
 
 BITS = 32
 """Tokens per word of a bit mask."""
@@ -169,3 +171,13 @@ def keep_only_reference(
     flags_NV = np.unpackbits(bits_NW.astype("<u4").view(np.uint8), axis=1, bitorder="little")
     kept_NV = flags_NV[:, : logits_RV.shape[1]] > 0
     logits_RV[rows_N] = np.where(kept_NV, logits_RV[rows_N], np.float32(-np.inf))
+
+
+def softcap_(logits_RV: Tensor, cap: float) -> None:
+    """logits = cap * tanh(logits / cap), in place; contiguous float32, on any device."""
+    if logits_RV.dtype != torch.float32 or not logits_RV.is_contiguous():
+        raise ValueError(f"logits are {logits_RV.dtype}, expected contiguous float32")
+    if logits_RV.device.type != "cpu":
+        logits_RV.div_(cap).tanh_().mul_(cap)
+        return
+    cpu.softcap(as_array(logits_RV), np.float32(cap))

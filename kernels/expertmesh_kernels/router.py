@@ -10,57 +10,123 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh.model_config import GateConfig
-from expertmesh_kernels.cpu.router import softmax_topk
-from expertmesh_kernels.host import as_array
+from expertmesh_kernels.cpu.router import route as cpu_route
+from expertmesh_kernels.host import as_array, as_input
+
+_NO_BIAS = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts chosen for each token, by descending weight; ties to the lowest id."""
+    """The experts chosen for each token, best choice first; ties to the lowest id."""
 
     topk_ids_TK: NDArray[np.int32]
     topk_weights_TK: NDArray[np.float32]
 
 
-def route(logits_TE: Tensor, gate: GateConfig) -> Routing:
-    """Choose K different experts for each token.
+def route(
+    logits_TE: Tensor, gate: GateConfig, selection_bias_E: NDArray[np.float32] | None = None
+) -> Routing:
+    """Choose K different experts for each token; `GateConfig` has the equation.
 
-    A NaN logit counts as -inf. A row without a finite maximum gets equal weights.
+    A NaN logit counts as -inf. Where a softmax has no finite maximum, or scores that are to be
+    normalised are all 0, the chosen experts share equally.
 
     Args:
         logits_TE: float32.
         gate: The gate's equation.
+        selection_bias_E: Added to the scores for the choice, if the gate has such a bias.
     """
-    _check(logits_TE, gate)
+    _check(logits_TE, gate, selection_bias_E)
     if logits_TE.device.type != "cpu":
-        return route_reference(logits_TE, gate)
+        return route_reference(logits_TE, gate, selection_bias_E)
     shape = (logits_TE.shape[0], gate.top_k)
     routing = Routing(np.empty(shape, np.int32), np.empty(shape, np.float32))
-    softmax_topk(
-        as_array(logits_TE), gate.renormalize, routing.topk_ids_TK, routing.topk_weights_TK
-    )
+    bias_E = _NO_BIAS if selection_bias_E is None else as_input(selection_bias_E, np.float32)
+    cpu_route(
+        as_array(logits_TE), gate.scoring == "sigmoid", bias_E,
+        gate.num_groups, gate.top_groups, gate.group_score == "top2_sum",
+        gate.renormalize, np.float32(gate.renormalize_eps), np.float32(gate.scale),
+        routing.topk_ids_TK, routing.topk_weights_TK,
+    )  # fmt: skip
     return routing
 
 
-def route_reference(logits_TE: Tensor, gate: GateConfig) -> Routing:
+def route_reference(
+    logits_TE: Tensor, gate: GateConfig, selection_bias_E: NDArray[np.float32] | None = None
+) -> Routing:
     """What `route` computes, in PyTorch."""
-    _check(logits_TE, gate)
+    _check(logits_TE, gate, selection_bias_E)
     safe_TE = torch.where(logits_TE.isnan(), -torch.inf, logits_TE)
-    order_TE = torch.sort(safe_TE, dim=-1, descending=True, stable=True)
-    ids_TK = order_TE.indices[:, : gate.top_k]
-    weights_TK = torch.softmax(safe_TE, dim=-1).gather(1, ids_TK)
-    if gate.renormalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    is_defined_T1 = order_TE.values[:, :1].isfinite()
-    weights_TK = torch.where(is_defined_T1, weights_TK, 1.0 / gate.top_k)
+    scores_TE = _scores(safe_TE, gate)
+    sums_groups = gate.num_groups > 1 and gate.group_score == "top2_sum"
+    by_logits = gate.scoring == "softmax" and selection_bias_E is None and not sums_groups
+    choice_TE = safe_TE if by_logits else scores_TE
+    if selection_bias_E is not None:
+        choice_TE = choice_TE + torch.from_numpy(selection_bias_E).to(logits_TE.device)
+    ids_TK = _best(choice_TE, _open_experts(choice_TE, gate))[:, : gate.top_k]
+    weights_TK = _weights(scores_TE.gather(1, ids_TK), gate)
     return Routing(ids_TK.int().cpu().numpy(), weights_TK.cpu().numpy())
 
 
-def _check(logits_TE: Tensor, gate: GateConfig) -> None:
-    if logits_TE.dtype != torch.float32 or logits_TE.shape[1:] != (gate.num_experts,):
+def _scores(safe_TE: Tensor, gate: GateConfig) -> Tensor:
+    if gate.scoring == "sigmoid":
+        return safe_TE.sigmoid()
+    is_defined_T1 = safe_TE.amax(-1, keepdim=True).isfinite()
+    return torch.where(is_defined_T1, safe_TE.softmax(-1), 1.0 / gate.top_k)
+
+
+def _open_experts(choice_TE: Tensor, gate: GateConfig) -> Tensor:
+    """Which experts are in the best groups, bool [T, E]."""
+    groups_TGE = choice_TE.view(len(choice_TE), gate.num_groups, -1)
+    num_summed = 2 if gate.num_groups > 1 and gate.group_score == "top2_sum" else 1
+    scores_TG = groups_TGE.topk(num_summed, dim=-1).values.sum(-1)
+    best_TG = torch.sort(scores_TG, dim=-1, descending=True, stable=True).indices
+    is_open_TG = torch.zeros_like(scores_TG, dtype=torch.bool)
+    is_open_TG.scatter_(1, best_TG[:, : gate.top_groups], True)
+    return is_open_TG.repeat_interleave(groups_TGE.shape[2], dim=1)
+
+
+def _best(choice_TE: Tensor, is_open_TE: Tensor) -> Tensor:
+    """Ids by descending choice, ties to the lowest; those of open groups first."""
+    order_TE = torch.sort(choice_TE, dim=-1, descending=True, stable=True).indices
+    is_closed_TE = ~is_open_TE.gather(1, order_TE)
+    return order_TE.gather(1, torch.sort(is_closed_TE.int(), dim=-1, stable=True).indices)
+
+
+def _weights(scores_TK: Tensor, gate: GateConfig) -> Tensor:
+    if gate.renormalize:
+        sums_T1 = scores_TK.sum(-1, keepdim=True) + gate.renormalize_eps
+        scores_TK = torch.where(sums_T1 > 0, scores_TK / sums_T1, 1.0 / gate.top_k)
+    return scores_TK * gate.scale
+
+
+def _check(
+    logits_TE: Tensor, gate: GateConfig, selection_bias_E: NDArray[np.float32] | None
+) -> None:
+    num_experts = gate.num_experts
+    if logits_TE.dtype != torch.float32 or logits_TE.shape[1:] != (num_experts,):
         raise ValueError(
             f"logits are {logits_TE.dtype} {tuple(logits_TE.shape)}, "
-            f"expected float32 [T, {gate.num_experts}]"
+            f"expected float32 [T, {num_experts}]"
         )
-    if gate.scoring != "softmax":
-        raise ValueError(f"gate scoring is {gate.scoring!r}, expected 'softmax'")
+    expected = (num_experts,) if gate.selection_bias else None
+    actual = None if selection_bias_E is None else selection_bias_E.shape
+    if actual != expected:
+        raise ValueError(f"selection bias has shape {actual}, expected {expected}")
+    _check_groups(gate)
+
+
+def _check_groups(gate: GateConfig) -> None:
+    """The best groups must have K experts, and as many as their score is the sum of."""
+    size, rest = divmod(gate.num_experts, gate.num_groups)
+    least = 2 if gate.num_groups > 1 and gate.group_score == "top2_sum" else 1
+    if rest or size < least or not 1 <= gate.top_groups <= gate.num_groups:
+        raise ValueError(
+            f"{gate.num_experts} experts cannot be chosen from {gate.top_groups} of "
+            f"{gate.num_groups} groups by {gate.group_score}"
+        )
+    if not 1 <= gate.top_k <= gate.top_groups * size:
+        raise ValueError(
+            f"top_k is {gate.top_k}, {gate.top_groups} groups have {size} experts each"
+        )

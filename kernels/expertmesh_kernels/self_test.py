@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertmesh.model_config import SILU, KvLayout
+from expertmesh.model_config import GELU_TANH, SILU, Activation, KvLayout
 from expertmesh_kernels.grouped_mlp import ExpertWeights, grouped_mlp
 from expertmesh_kernels.host import as_array
 from expertmesh_kernels.linear import linear, pack_linear
-from expertmesh_kernels.norm import rms_norm
+from expertmesh_kernels.norm import rms_norm, rms_norm_heads_
 from expertmesh_kernels.paged_attention import (
     AttentionOptions,
     KvCache,
@@ -29,6 +29,7 @@ from expertmesh_kernels.paged_attention import (
 )
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_ACTIVATIONS = (SILU, GELU_TANH, Activation("clamped_swiglu", alpha=1.7, limit=0.5))
 _ROWS = 20
 _HIDDEN = 72
 _BLOCKS = 5
@@ -68,10 +69,13 @@ def _outputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     x_RH = fixed_values(_ROWS, _HIDDEN).to(dtype)
     packed = pack_linear(fixed_values(100, _HIDDEN, seed=2).to(dtype))
     yield _invariant("linear", lambda rows: linear(x_RH[rows], packed))
-    norm_H = fixed_values(_HIDDEN, seed=3).to(dtype)
+    norm_H = fixed_values(_HIDDEN, seed=3)
     yield _invariant("norm", lambda rows: rms_norm(x_RH[rows], norm_H, 1e-5))
+    yield _invariant("norm of heads", lambda rows: _norm_heads(x_RH[rows], norm_H))
     experts = {e: _expert(e, dtype) for e in range(2)}
-    yield _invariant("grouped_mlp", lambda rows: _run_experts(x_RH, rows, experts))
+    for activation in _ACTIVATIONS:
+        run = partial(_run_experts, x_RH, experts=experts, activation=activation)
+        yield _invariant(f"grouped_mlp with {activation.kind}", run)
     for name, cache, options in _attention_layers(dtype):
         yield _invariant(name, partial(_run_attention, cache=cache, options=options))
 
@@ -93,10 +97,19 @@ def _expert(expert: int, dtype: torch.dtype) -> ExpertWeights:
     )
 
 
+def _norm_heads(x_RH: Tensor, norm_H: Tensor) -> Tensor:
+    heads_RnD = x_RH.clone().view(len(x_RH), 3, -1)
+    rms_norm_heads_(heads_RnD, norm_H[: heads_RnD.shape[2]], 1e-5, whole=False, round_first=False)
+    return heads_RnD.flatten(1)
+
+
 def _run_experts(
-    x_RH: Tensor, rows: NDArray[np.int64], experts: dict[int, ExpertWeights]
+    x_RH: Tensor,
+    rows: NDArray[np.int64],
+    experts: dict[int, ExpertWeights],
+    activation: Activation,
 ) -> Tensor:
-    return grouped_mlp(x_RH, rows, rows % len(experts), experts, SILU)
+    return grouped_mlp(x_RH, rows, rows % len(experts), experts, activation)
 
 
 def _attention_layers(dtype: torch.dtype) -> Iterator[tuple[str, KvCache, AttentionOptions]]:

@@ -29,27 +29,47 @@ def linear(
         out_RN: Any stored type, contiguous.
     """
     num_rows, depth = x_RK.shape
-    num_columns = out_RN.shape[1]
+    columns = out_RN.shape[1]
     x = x_RK.reshape(x_RK.size)
     out = out_RN.reshape(out_RN.size)
+    linear_rows(x, 0, depth, num_rows, panels, 0, depth, bias_N, out, 0, columns, columns)
+
+
+@njit
+def linear_rows(
+    x: NDArray[np.float32],
+    x_at: int,
+    x_stride: int,
+    num_rows: int,
+    panels: NDArray[np.generic],
+    panels_at: int,
+    depth: int,
+    bias_N: NDArray[np.float32],
+    out: NDArray[np.generic],
+    out_at: int,
+    out_stride: int,
+    num_columns: int,
+) -> None:
+    """`linear` for rows that lie `x_stride` apart, into rows `out_stride` apart; all flat."""
     acc = np.empty(MAX_ROWS * PANEL, np.float32)
     is_wide = num_rows >= WIDEN_FROM_ROWS and panels.itemsize < 4
     wide = np.empty(depth * PANEL if is_wide else 0, np.float32)
     for column in range(0, num_columns, PANEL):
-        panel_at = column * depth
+        panel_at = panels_at + column * depth
         count = min(PANEL, num_columns - column)
         if is_wide:
             widen_into(panels, panel_at, depth * PANEL, wide, 0)
         for row in range(0, num_rows, MAX_ROWS):
             rows = min(MAX_ROWS, num_rows - row)
+            row_at = x_at + row * x_stride
             acc[:] = np.float32(0.0)
             if is_wide:
-                run_tile(rows, x, row * depth, depth, wide, 0, depth, acc, 0)
+                run_tile(rows, x, row_at, x_stride, wide, 0, depth, acc, 0)
             else:
-                run_tile(rows, x, row * depth, depth, panels, panel_at, depth, acc, 0)
+                run_tile(rows, x, row_at, x_stride, panels, panel_at, depth, acc, 0)
             for r in range(rows):
                 _add_bias(acc, r * PANEL, count, bias_N, column)
-                narrow_into(acc, r * PANEL, count, out, (row + r) * num_columns + column)
+                narrow_into(acc, r * PANEL, count, out, out_at + (row + r) * out_stride + column)
 
 
 @njit
@@ -61,3 +81,21 @@ def _add_bias(
         bias = bias_N[column : column + count]
         for c in range(count):
             target[c] += bias[c]
+
+
+@njit
+def head_linear(
+    x_TnK: NDArray[np.float32], panels: NDArray[np.generic], out_TnN: NDArray[np.generic]
+) -> None:
+    """out[t, h] = x[t, h] @ weight[h] for each head h; `panels` are those of all heads, flat."""
+    num_rows, num_heads, depth = x_TnK.shape
+    columns = out_TnN.shape[2]
+    x = x_TnK.reshape(x_TnK.size)
+    out = out_TnN.reshape(out_TnN.size)
+    no_bias = np.empty(0, np.float32)
+    for head in range(num_heads):
+        linear_rows(
+            x, head * depth, num_heads * depth, num_rows,
+            panels, head * (panels.size // num_heads), depth, no_bias,
+            out, head * columns, num_heads * columns, columns,
+        )  # fmt: skip

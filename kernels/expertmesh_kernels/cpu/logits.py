@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.primitives import tanh
 
 _MINUS_INF = np.float32(-np.inf)
 
@@ -93,3 +94,12 @@ def keep_only(
             for i in range(32 * w, min(32 * w + 32, vocab_size)):
                 if (word >> np.uint32(i - 32 * w)) & np.uint32(1) == 0:
                     logits[i] = _MINUS_INF
+
+
+@njit
+def softcap(logits_RV: NDArray[np.float32], cap: np.float32) -> None:
+    """logits = cap * tanh(logits / cap)."""
+    for r in range(logits_RV.shape[0]):
+        logits = logits_RV[r]
+        for i in range(logits.size):
+            logits[i] = cap * tanh(logits[i] / cap)

@@ -5,22 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.activation import gated_activation
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import linear
-from expertmesh_kernels.cpu.primitives import exp, narrow_like, widen
-
-
-@njit
-def silu_times(gate_up_R2I: NDArray[np.generic], out_RI: NDArray[np.generic]) -> None:
-    """out = silu(gate) * up in FP32, rounded once; gate is the first half of the columns."""
-    width = out_RI.shape[1]
-    for r in range(out_RI.shape[0]):
-        gate = gate_up_R2I[r, :width]
-        up = gate_up_R2I[r, width:]
-        out = out_RI[r]
-        for i in range(width):
-            g = widen(gate[i])
-            out[i] = narrow_like(g / (np.float32(1.0) + exp(-g)) * widen(up[i]), out)
+from expertmesh_kernels.cpu.primitives import narrow_like, widen
 
 
 @njit
@@ -32,10 +20,13 @@ def gated_mlp(
     down: NDArray[np.generic],
     down_bias: NDArray[np.float32],
     intermediate_size: int,
+    kind: int,
+    alpha: np.float32,
+    limit: np.float32,
     out: NDArray[np.generic],
     out_rows_N: NDArray[np.int64],
 ) -> None:
-    """out[out_rows[n]] = down(silu(gate(x[rows[n]])) * up(x[rows[n]])).
+    """out[out_rows[n]] = down(act(gate(x[rows[n]]), up(x[rows[n]]))).
 
     The product with `down` takes the activations rounded to the type of x.
 
@@ -47,6 +38,9 @@ def gated_mlp(
         down: Flat panels, I -> H.
         down_bias: [H] or empty.
         intermediate_size: I.
+        kind: Of the activation; see `expertmesh_kernels.cpu.activation`.
+        alpha: Of the activation.
+        limit: Of the activation.
         out: [.., H], of the type of x.
         out_rows_N: Where results go.
     """
@@ -61,7 +55,7 @@ def gated_mlp(
     gate_up_N2I = np.empty((num_rows, 2 * intermediate_size), np.float32)
     linear(wide, gate_up, gate_up_bias, gate_up_N2I)
     act_NI = np.empty((num_rows, intermediate_size), np.float32)
-    silu_times(gate_up_N2I, act_NI)
+    gated_activation(gate_up_N2I, kind, alpha, limit, act_NI)
     for n in range(num_rows):
         act = act_NI[n]
         for i in range(intermediate_size):

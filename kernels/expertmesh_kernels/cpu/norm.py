@@ -13,28 +13,49 @@ _LANES = 16
 
 @njit
 def rms_norm(
-    x_TH: NDArray[np.generic],
-    weight_H: NDArray[np.generic],
+    x: NDArray[np.generic],
+    x_strides: tuple[int, int],
+    shape: tuple[int, int],
+    weight: NDArray[np.float32],
     eps: np.float32,
-    out_TH: NDArray[np.generic],
+    round_first: bool,
+    out: NDArray[np.generic],
+    out_strides: tuple[int, int],
 ) -> None:
-    """out = round(x / rms(x)) * weight, rounded again, as Llama does it.
+    """out = x / rms(x) * weight, for each part of each row; `out` may be `x`.
 
     The sum of squares has 16 chains, chain l over h = l, l + 16, ...; they are added pairwise,
-    l with l + 8, then + 4, + 2, + 1. A fixed order, so a row's bits depend on the row alone.
+    l with l + 8, then + 4, + 2, + 1. A fixed order, so a part's bits depend on the part alone.
+
+    Args:
+        x: Flat; a part has as many elements as `weight`.
+        x_strides: Distance of two rows, and of two parts of a row.
+        shape: Rows, and parts of a row.
+        weight: Of each part.
+        eps: Added to the mean square.
+        round_first: x / rms(x) is rounded before the product, as Llama does it.
+        out: Flat, of the type of x.
+        out_strides: As `x_strides`.
     """
-    width = x_TH.shape[1]
+    width = weight.size
     wide = np.zeros(-(-width // _LANES) * _LANES, np.float32)
     sums = np.empty(_LANES, np.float32)
-    for t in range(x_TH.shape[0]):
-        x = x_TH[t]
-        for h in range(width):
-            wide[h] = widen(x[h])
-        factor = np.float32(1.0) / np.sqrt(_sum_of_squares(wide, sums) / np.float32(width) + eps)
-        out = out_TH[t]
-        for h in range(width):
-            normal = widen(narrow_like(wide[h] * factor, out))
-            out[h] = narrow_like(normal * widen(weight_H[h]), out)
+    for t in range(shape[0]):
+        for part in range(shape[1]):
+            source = x[t * x_strides[0] + part * x_strides[1] :]
+            for h in range(width):
+                wide[h] = widen(source[h])
+            mean = _sum_of_squares(wide, sums) / np.float32(width)
+            factor = np.float32(1.0) / np.sqrt(mean + eps)
+            at = t * out_strides[0] + part * out_strides[1]
+            target = out[at : at + width]
+            if round_first:
+                for h in range(width):
+                    normal = widen(narrow_like(wide[h] * factor, out))
+                    target[h] = narrow_like(normal * weight[h], out)
+            else:
+                for h in range(width):
+                    target[h] = narrow_like(wide[h] * factor * weight[h], out)
 
 
 @njit

@@ -1,4 +1,4 @@
-"""Softmax and top-k of the gate's logits."""
+"""Scores and top-k of the gate's logits."""
 
 from __future__ import annotations
 
@@ -8,64 +8,165 @@ from numpy.typing import NDArray
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import exp
 
+_MINUS_INF = np.float32(-np.inf)
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
 
 @njit
-def softmax_topk(
+def route(
     logits_TE: NDArray[np.float32],
+    is_sigmoid: bool,
+    bias_E: NDArray[np.float32],
+    num_groups: int,
+    top_groups: int,
+    is_top2_sum: bool,
     renormalize: bool,
+    eps: np.float32,
+    scale: np.float32,
     ids_TK: NDArray[np.int32],
     weights_TK: NDArray[np.float32],
 ) -> None:
-    """The k largest logits of each row, ties to the lowest id, and their softmax weights.
+    """The k experts of each row of the largest choice, ties to the lowest id, and their weights.
 
-    NaN counts as -inf, so it is chosen last. Where the softmax is undefined (no finite maximum)
-    the chosen experts share equally.
+    A softmax keeps the order of the logits. So where nothing is added to its scores, the logits
+    choose: then no two of them tie because their scores were rounded alike.
+
+    Args:
+        logits_TE: NaN counts as -inf.
+        is_sigmoid: Scores are sigmoids, else a softmax.
+        bias_E: Added to the scores for the choice alone; empty for none.
+        num_groups: Groups of adjacent experts.
+        top_groups: Groups to choose from; those of the best score, ties to the lowest.
+        is_top2_sum: A group's score is the sum of its two largest choices, else the largest.
+        renormalize: Divide the weights by their sum plus `eps`.
+        eps: See above.
+        scale: Factor of the weights.
+        ids_TK: Experts.
+        weights_TK: Their weights.
     """
     num_experts = logits_TE.shape[1]
-    top_k = ids_TK.shape[1]
+    scores = np.empty(num_experts, np.float32)
+    choice = np.empty(num_experts, np.float32)
     taken = np.empty(num_experts, np.bool_)
+    group_scores = np.empty(num_groups, np.float32)
+    by_logits = not is_sigmoid and bias_E.size == 0 and not (num_groups > 1 and is_top2_sum)
     for t in range(logits_TE.shape[0]):
-        logits = logits_TE[t]
+        logits, ids = logits_TE[t], ids_TK[t]
+        if is_sigmoid:
+            total = _sigmoid(logits, scores)
+        else:
+            total = _softmax(logits, np.float32(ids.size), scores)
+        _choice(logits if by_logits else scores, _ONE if by_logits else total, bias_E, choice)
         taken[:] = False
-        for j in range(top_k):
-            ids_TK[t, j] = _largest_free(logits, taken)
-            taken[ids_TK[t, j]] = True
-        _weights(logits, renormalize, ids_TK[t], weights_TK[t])
+        if num_groups > 1:
+            _score_groups(choice, is_top2_sum, group_scores)
+            _close_groups(group_scores, top_groups, taken)
+        for j in range(ids.size):
+            ids[j] = _largest_free(choice, taken)
+            taken[ids[j]] = True
+        _weigh(scores, total, renormalize, eps, scale, ids, weights_TK[t])
 
 
 @njit
-def _largest_free(logits: NDArray[np.float32], taken: NDArray[np.bool_]) -> int:
-    best = -1
-    best_logit = np.float32(-np.inf)
+def _sigmoid(logits: NDArray[np.float32], scores: NDArray[np.float32]) -> np.float32:
+    """Scores, and what they are to be divided by: 1."""
     for e in range(logits.size):
-        if not taken[e] and (best < 0 or logits[e] > best_logit):
+        score = _ONE / (_ONE + exp(-logits[e]))
+        scores[e] = _ZERO if np.isnan(logits[e]) else score
+    return _ONE
+
+
+@njit
+def _softmax(
+    logits: NDArray[np.float32], top_k: np.float32, scores: NDArray[np.float32]
+) -> np.float32:
+    """Scores, and what they are to be divided by.
+
+    Where the softmax is undefined, without a finite maximum, each expert has the score 1 / k.
+    """
+    top = _MINUS_INF
+    for e in range(logits.size):
+        top = logits[e] if logits[e] > top else top
+    if not np.isfinite(top):
+        scores[:] = _ONE
+        return top_k
+    total = _ZERO
+    for e in range(logits.size):
+        scores[e] = _ZERO if np.isnan(logits[e]) else exp(logits[e] - top)
+        total += scores[e]
+    return total
+
+
+@njit
+def _choice(
+    values: NDArray[np.float32],
+    total: np.float32,
+    bias_E: NDArray[np.float32],
+    choice: NDArray[np.float32],
+) -> None:
+    """choice = values / total + bias; NaN becomes -inf."""
+    for e in range(values.size):
+        value = values[e] / total
+        if bias_E.size > 0:
+            value += bias_E[e]
+        choice[e] = _MINUS_INF if np.isnan(value) else value
+
+
+@njit
+def _score_groups(
+    choice: NDArray[np.float32], is_top2_sum: bool, group_scores: NDArray[np.float32]
+) -> None:
+    size = choice.size // group_scores.size
+    for group in range(group_scores.size):
+        best = _MINUS_INF
+        second = _MINUS_INF
+        for e in range(group * size, (group + 1) * size):
+            second = max(second, min(best, choice[e]))
+            best = max(best, choice[e])
+        group_scores[group] = best + second if is_top2_sum else best
+
+
+@njit
+def _close_groups(
+    group_scores: NDArray[np.float32], top_groups: int, taken: NDArray[np.bool_]
+) -> None:
+    """Mark the experts of all groups but the best as taken."""
+    size = taken.size // group_scores.size
+    is_open = np.zeros(group_scores.size, np.bool_)
+    for _ in range(top_groups):
+        is_open[_largest_free(group_scores, is_open)] = True
+    for e in range(taken.size):
+        taken[e] = not is_open[e // size]
+
+
+@njit
+def _largest_free(values: NDArray[np.float32], taken: NDArray[np.bool_]) -> int:
+    """Index of the largest value that is not taken, the first of equals."""
+    best = -1
+    for e in range(values.size):
+        if not taken[e] and (best < 0 or values[e] > values[best]):
             best = e
-            best_logit = np.float32(-np.inf) if np.isnan(logits[e]) else logits[e]
     return best
 
 
 @njit
-def _weights(
-    logits: NDArray[np.float32],
+def _weigh(
+    scores: NDArray[np.float32],
+    total: np.float32,
     renormalize: bool,
+    eps: np.float32,
+    scale: np.float32,
     ids: NDArray[np.int32],
     weights: NDArray[np.float32],
 ) -> None:
-    top = logits[ids[0]]
-    if not np.isfinite(top):
-        weights[:] = np.float32(1.0) / np.float32(ids.size)
-        return
-    total = np.float32(0.0)
+    """Weights of the chosen experts; equal ones if their scores are all zero and must sum to 1."""
+    divisor = total
     if renormalize:
+        divisor = _ZERO
         for j in range(ids.size):
-            total += _shifted_exp(logits[ids[j]], top)
-    else:
-        for e in range(logits.size):
-            total += _shifted_exp(logits[e], top)
+            divisor += scores[ids[j]]
+        divisor += eps * total
     for j in range(ids.size):
-        weights[j] = _shifted_exp(logits[ids[j]], top) / total
-
-
-@njit
-def _shifted_exp(logit: np.float32, top: np.float32) -> np.float32:
-    return np.float32(0.0) if np.isnan(logit) else exp(logit - top)
+        weight = scores[ids[j]] / divisor if divisor > 0 else _ONE / np.float32(ids.size)
+        weights[j] = weight * scale

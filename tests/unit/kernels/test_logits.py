@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from numpy.typing import NDArray
 
 from expertmesh_kernels.logits import (
@@ -15,6 +17,7 @@ from expertmesh_kernels.logits import (
     keep_only_reference,
     penalize,
     penalize_reference,
+    softcap_,
     token_bits,
 )
 
@@ -121,3 +124,18 @@ def test_bias_and_bans_change_single_logits() -> None:
     ban_tokens(logits, np.array([0, 1]), np.array([0, 3]))
     inf = float("inf")
     assert logits.tolist() == [[-inf, 0, 0, 5], [0, 0, 3, -inf]]
+
+
+def test_softcap_is_that_of_torch_and_invariant() -> None:
+    """In place, for any place in the tensor; other layouts are refused, not copied."""
+    logits_RV = torch.randn(5, 1003, generator=torch.Generator().manual_seed(0)) * 60
+    alone = [logits_RV[r : r + 1, v : v + 7].clone() for r in range(5) for v in (0, 3, 996)]
+    expected = 30 * torch.tanh(logits_RV / 30)
+    softcap_(logits_RV, 30.0)
+    torch.testing.assert_close(logits_RV, expected, rtol=1e-6, atol=1e-6)
+    for part in alone:
+        softcap_(part, 30.0)
+    parts = [logits_RV[r : r + 1, v : v + 7] for r in range(5) for v in (0, 3, 996)]
+    assert torch.equal(torch.cat(alone), torch.cat(parts))
+    with pytest.raises(ValueError, match="expected contiguous float32"):
+        softcap_(logits_RV.T, 30.0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from expertmesh.model_config import SILU
+from expertmesh.model_config import GELU_TANH, SILU, Activation
 from expertmesh_kernels.activation import gated_activation, gated_activation_reference
 from expertmesh_kernels.grouped_mlp import (
     ExpertWeights,
@@ -16,24 +19,27 @@ from expertmesh_kernels.grouped_mlp import (
     grouped_mlp,
     grouped_mlp_reference,
 )
-from expertmesh_kernels.linear import linear, pack_linear
+from expertmesh_kernels.linear import PackedLinear, linear, pack_linear
 
 HIDDEN, INTERMEDIATE, EXPERTS = 72, 50, 5
+ACTIVATIONS = [SILU, GELU_TANH, Activation("clamped_swiglu", alpha=1.7, limit=3.0)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def make_experts(dtype: torch.dtype) -> dict[int, ExpertWeights]:
+def make_experts(dtype: torch.dtype, *, bias: bool = False) -> dict[int, ExpertWeights]:
     """Seeded experts with outputs of order one."""
     generator = torch.Generator().manual_seed(3)
 
     def weight(rows: int, columns: int) -> Tensor:
         return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
 
+    def packed(rows: int, columns: int) -> PackedLinear:
+        bias_N = torch.randn(rows, generator=generator).to(dtype) if bias else None
+        return pack_linear(weight(rows, columns), bias_N)
+
     return {
-        e: ExpertWeights(
-            pack_linear(weight(2 * INTERMEDIATE, HIDDEN)), pack_linear(weight(HIDDEN, INTERMEDIATE))
-        )
+        e: ExpertWeights(packed(2 * INTERMEDIATE, HIDDEN), packed(HIDDEN, INTERMEDIATE))
         for e in range(EXPERTS)
     }
 
@@ -43,34 +49,62 @@ def make_rows(rows: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activation_matches_the_reference(dtype: torch.dtype) -> None:
-    """silu(gate) * up, also for large values of both signs."""
-    gate_up = (torch.randn(7, 100, generator=torch.Generator().manual_seed(1)) * 30).to(dtype)
-    tolerance = TOLERANCE[dtype]
-    expected = gated_activation_reference(gate_up, SILU)
-    torch.testing.assert_close(
-        gated_activation(gate_up, SILU), expected, rtol=tolerance, atol=tolerance
+def test_activation_matches_the_reference(dtype: torch.dtype, activation: Activation) -> None:
+    """Also for large values of both signs, and for small ones."""
+    for size in (30, 1, 1e-3):
+        gate_up = torch.randn(7, 100, generator=torch.Generator().manual_seed(1)) * size
+        gate_up[0, :4] = torch.tensor([0.0, 1e4, -1e4, 7.0])
+        gate_up = gate_up.to(dtype)
+        expected = gated_activation_reference(gate_up, activation)
+        actual = gated_activation(gate_up, activation)
+        torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=1e-5 * size)
+
+
+def test_clamped_swiglu_is_that_of_gpt_oss() -> None:
+    """Against the experts' own function in transformers, whose gates and ups alternate."""
+    gate_up = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)) * 8
+    owner = SimpleNamespace(limit=7.0, alpha=1.702)
+    expected = GptOssExperts._apply_gate(owner, gate_up)
+    ours = gated_activation(
+        torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], 1),
+        Activation("clamped_swiglu", alpha=1.702, limit=7.0),
     )
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert int((gate_up.abs() > 7).sum()) > 20
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_ffn_matches_the_reference(dtype: torch.dtype) -> None:
-    """The fused FFN agrees with PyTorch."""
-    x_RH, expert = make_rows(9, dtype), make_experts(dtype)[0]
-    expected = gated_mlp_reference(x_RH, expert, SILU)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(
-        gated_mlp(x_RH, expert, SILU), expected, rtol=tolerance, atol=tolerance
-    )
+def test_one_ffn_matches_the_reference(dtype: torch.dtype, activation: Activation) -> None:
+    """The fused FFN agrees with PyTorch, with and without biases."""
+    x_RH = make_rows(9, dtype)
+    for expert in (make_experts(dtype)[0], make_experts(dtype, bias=True)[0]):
+        expected = gated_mlp_reference(x_RH, expert, activation)
+        actual = gated_mlp(x_RH, expert, activation)
+        limit = TOLERANCE[dtype]
+        torch.testing.assert_close(actual, expected, rtol=limit, atol=limit)
 
 
-def test_one_ffn_equals_its_parts_bit_by_bit() -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+def test_one_ffn_equals_its_parts_bit_by_bit(activation: Activation) -> None:
     """Fusion changes nothing: two linears and an activation, rounded where the contract says."""
-    x_RH, expert = make_rows(20, torch.bfloat16), make_experts(torch.bfloat16)[0]
+    x_RH, expert = make_rows(20, torch.bfloat16), make_experts(torch.bfloat16, bias=True)[0]
     gate_up = linear(x_RH, expert.gate_up, out_dtype=torch.float32)
-    expected = linear(gated_activation(gate_up, SILU).to(torch.bfloat16), expert.down)
-    assert torch.equal(expected, gated_mlp(x_RH, expert, SILU))
+    expected = linear(gated_activation(gate_up, activation).to(torch.bfloat16), expert.down)
+    assert torch.equal(expected, gated_mlp(x_RH, expert, activation))
+
+
+def test_biases_are_added_once_to_each_output() -> None:
+    """With zero weights the FFN is down's bias plus nothing; the biases are not rounded."""
+    zeros = torch.zeros(2 * INTERMEDIATE, HIDDEN), torch.zeros(HIDDEN, INTERMEDIATE)
+    bias_H = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(0))
+    expert = ExpertWeights(
+        pack_linear(zeros[0], torch.ones(2 * INTERMEDIATE)), pack_linear(zeros[1], bias_H)
+    )
+    out_RH = gated_mlp(make_rows(3, torch.float32), expert, SILU)
+    assert torch.equal(out_RH, bias_H.expand(3, -1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,21 +121,27 @@ def test_pairs_match_the_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_pair_has_the_same_bits_alone_and_in_any_call(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+def test_a_pair_has_the_same_bits_alone_and_in_any_call(
+    dtype: torch.dtype, activation: Activation
+) -> None:
     """Order and company of pairs, and NaN in other rows, leave a result as it is."""
     rng = np.random.default_rng(6)
     rows, experts = rng.integers(0, 12, 60), rng.integers(0, EXPERTS, 60)
-    x_RH, weights = make_rows(13, dtype), make_experts(dtype)
-    together = grouped_mlp(x_RH, rows, experts, weights, SILU)
+    x_RH, weights = make_rows(13, dtype), make_experts(dtype, bias=True)
+    together = grouped_mlp(x_RH, rows, experts, weights, activation)
     order = rng.permutation(60)
-    shuffled = grouped_mlp(x_RH, rows[order], experts[order], weights, SILU)
+    shuffled = grouped_mlp(x_RH, rows[order], experts[order], weights, activation)
     alone = [
-        gated_mlp(x_RH[r : r + 1], weights[e], SILU) for r, e in zip(rows, experts, strict=True)
+        gated_mlp(x_RH[r : r + 1], weights[e], activation)
+        for r, e in zip(rows, experts, strict=True)
     ]
     assert torch.equal(together[torch.from_numpy(order)], shuffled)
     assert torch.equal(together, torch.cat(alone))
     x_RH[12] = torch.nan
-    with_nan = grouped_mlp(x_RH, np.append(rows, 12), np.append(experts, experts[0]), weights, SILU)
+    with_nan = grouped_mlp(
+        x_RH, np.append(rows, 12), np.append(experts, experts[0]), weights, activation
+    )
     assert torch.equal(together, with_nan[:60])
 
 

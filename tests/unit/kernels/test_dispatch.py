@@ -1,4 +1,4 @@
-"""Gate, dispatch plan and combine."""
+"""Dispatch plan and combine."""
 
 from __future__ import annotations
 
@@ -6,49 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from expertmesh.model_config import GateConfig
 from expertmesh_kernels.combine import combine, combine_reference
 from expertmesh_kernels.dispatch import plan_dispatch
-from expertmesh_kernels.router import route, route_reference
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (4, 4), (64, 6), (1, 1)])
-def test_routing_matches_the_reference(num_experts: int, top_k: int, renormalize: bool) -> None:
-    """Same experts in the same order, and the same weights, as the sort in PyTorch."""
-    gate = GateConfig(num_experts, top_k, renormalize=renormalize)
-    logits = torch.randn(50, num_experts, generator=torch.Generator().manual_seed(0)).round(
-        decimals=1
-    )
-    expected, actual = route_reference(logits, gate), route(logits, gate)
-    np.testing.assert_array_equal(actual.topk_ids_TK, expected.topk_ids_TK)
-    np.testing.assert_allclose(actual.topk_weights_TK, expected.topk_weights_TK, rtol=1e-5)
-    assert (np.int32, np.float32) == (actual.topk_ids_TK.dtype, actual.topk_weights_TK.dtype)
-
-
-def test_ties_go_to_the_lowest_id_with_equal_weights() -> None:
-    """Four equal logits: the first two experts, half each, exactly."""
-    routing = route(torch.tensor([[0.0, 3.0, 3.0, 3.0]]), GateConfig(4, 2))
-    assert routing.topk_ids_TK.tolist() == [[1, 2]]
-    assert routing.topk_weights_TK.tolist() == [[0.5, 0.5]]
-
-
-def test_logits_that_are_not_finite_still_give_different_experts() -> None:
-    """NaN and infinities never crash, repeat an expert, or make a weight that is not finite."""
-    special = torch.tensor([0.0, torch.nan, torch.inf, -torch.inf])
-    logits = torch.cartesian_prod(*[special] * 4)
-    gate = GateConfig(4, 3)
-    routing, expected = route(logits, gate), route_reference(logits, gate)
-    np.testing.assert_array_equal(routing.topk_ids_TK, expected.topk_ids_TK)
-    np.testing.assert_allclose(routing.topk_weights_TK, expected.topk_weights_TK, rtol=1e-6)
-    assert all(len(set(row)) == 3 for row in routing.topk_ids_TK.tolist())
-    assert np.isfinite(routing.topk_weights_TK).all()
-
-
-def test_wrong_logits_are_named() -> None:
-    """Another dtype or width raises ValueError."""
-    with pytest.raises(ValueError, match=r"expected float32 \[T, 4\]"):
-        route(torch.zeros(2, 3), GateConfig(4, 2))
 
 
 def test_dispatch_sends_each_row_once_per_worker() -> None:
