@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertmesh.formats.tables import expand_e4m3
-from expertmesh.formats.weight_format import (
+from expertmesh.formats.codec import (
     FLOAT_CODES,
     Float32,
     PartData,
+    Shape,
     StoredPart,
     blocks,
     matrix,
     to_float32,
 )
+from expertmesh.formats.tables import expand_e4m3
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,26 @@ class Fp8Blocks:
         """For messages."""
         return f"fp8 in blocks of {self.block_rows} x {self.block_columns}"
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
+    @property
+    def transposed(self) -> bool:
+        """False."""
+        return False
+
+    def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         """Codes and scales."""
         front, rows, columns = matrix(shape)
         grid = (*front, blocks(rows, self.block_rows), blocks(columns, self.block_columns))
         codes = (*FLOAT_CODES, "F8_E8M0", *(("U8",) if self.byte_scales else ()))
-        return StoredPart("", ("F8_E4M3",), shape), StoredPart("_scale_inv", codes, grid)
+        return (
+            StoredPart("", ("F8_E4M3",), shape),
+            StoredPart("_scale_inv", codes, grid, is_scale=True),
+        )
 
-    def decode(self, parts: Sequence[PartData], shape: tuple[int, int]) -> Float32:
+    def decode(self, parts: Sequence[PartData], out: Float32) -> None:
         """code * scale."""
         codes, scales = parts
-        weight = expand_e4m3(codes.data.view(np.uint8)).reshape(shape)
-        multiply_blocks(weight, to_float32(scales), self.block_rows, self.block_columns)
-        return weight
+        expand_e4m3(codes.data.view(np.uint8).reshape(-1), out.reshape(-1))
+        multiply_blocks(out, to_float32(scales), self.block_rows, self.block_columns)
 
 
 def multiply_blocks(weight: Float32, scales: Float32, block_rows: int, block_columns: int) -> None:

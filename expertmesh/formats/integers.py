@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertmesh.formats.tables import expand_int4
-from expertmesh.formats.weight_format import (
+from expertmesh.formats.codec import (
     FLOAT_CODES,
     Array,
     Float32,
     PartData,
+    Shape,
     StoredPart,
     blocks,
     matrix,
     to_float32,
 )
+from expertmesh.formats.tables import expand_int4
 
 WORD_BITS = 32
 
@@ -81,43 +82,52 @@ class PackedIntegers:
         """For messages."""
         return f"packed int{self.bits} per {self.scaling.name}"
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
+    @property
+    def transposed(self) -> bool:
+        """False."""
+        return False
+
+    def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         """Words, scales, shape, zero points."""
         rows, columns = _plain_matrix(shape)
         grid = self.scaling.grid(rows, columns)
         found = (
             StoredPart("_packed", ("I32",), (rows, self._words(columns))),
-            StoredPart("_scale", FLOAT_CODES, grid),
+            StoredPart("_scale", FLOAT_CODES, grid, is_scale=True),
             StoredPart("_shape", ("I64", "I32"), (2,)),
         )
         if self.scaling.symmetric:
             return found
         return *found, StoredPart("_zero_point", ("I32",), (self._words(rows), grid[-1]))
 
-    def decode(self, parts: Sequence[PartData], shape: tuple[int, int]) -> Float32:
+    def decode(self, parts: Sequence[PartData], out: Float32) -> None:
         """(code - zero) * scale."""
-        words, scales, stored_shape, *zero_points = parts
-        if stored_shape.data.tolist() != list(shape):
-            raise ValueError(f"_shape: expected {list(shape)}, found {stored_shape.data.tolist()}")
-        weight = self._unpack(words.data, shape[1])
+        words, scales, shape, *zero_points = parts
+        if shape.data.tolist() != list(out.shape):
+            raise ValueError(f"_shape: expected {list(out.shape)}, found {shape.data.tolist()}")
+        self._unpack(words.data, out)
         zeros = None
         if zero_points:
-            zeros = self._unpack(np.ascontiguousarray(zero_points[0].data.T), shape[0]).T
-        self.scaling.apply(weight, to_float32(scales), zeros)
-        return weight
+            packed = zero_points[0].data
+            zeros = np.empty((packed.shape[1], len(out)), np.float32)
+            self._unpack(np.ascontiguousarray(packed.T), zeros)
+            zeros = zeros.T
+        self.scaling.apply(out, to_float32(scales), zeros)
 
     def _words(self, count: int) -> int:
         return blocks(count * self.bits, WORD_BITS)
 
-    def _unpack(self, words: Array, count: int) -> Float32:
-        """Rows of words to rows of `count` integers."""
+    def _unpack(self, words: Array, out: Float32) -> None:
+        """Rows of words to rows of integers; what the last word of a row holds beyond is left."""
         codes = words.view(np.uint8)  # words are little-endian in the file and in memory
-        if self.bits == 4:
-            wide = expand_int4(codes).reshape(len(words), -1)
-        else:
-            wide = codes.astype(np.float32)
-            wide -= 128
-        return np.ascontiguousarray(wide[:, :count])
+        if self.bits == 8:
+            np.subtract(codes[:, : out.shape[1]], np.float32(128), out=out)
+            return
+        count = 2 * codes.shape[1]
+        wide = out if count == out.shape[1] else np.empty((len(codes), count), np.float32)
+        expand_int4(codes.reshape(-1), wide.reshape(-1))
+        if wide is not out:
+            out[...] = wide[:, : out.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -131,25 +141,32 @@ class PlainIntegers:
         """For messages."""
         return f"int8 per {self.scaling.name}"
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
+    @property
+    def transposed(self) -> bool:
+        """False."""
+        return False
+
+    def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         """Codes, scales, zero points."""
         rows, columns = _plain_matrix(shape)
         grid = self.scaling.grid(rows, columns)
-        found = (StoredPart("", ("I8",), shape), StoredPart("_scale", FLOAT_CODES, grid))
+        found = (
+            StoredPart("", ("I8",), shape),
+            StoredPart("_scale", FLOAT_CODES, grid, is_scale=True),
+        )
         if self.scaling.symmetric:
             return found
         return *found, StoredPart("_zero_point", ("I8",), grid)
 
-    def decode(self, parts: Sequence[PartData], shape: tuple[int, int]) -> Float32:
+    def decode(self, parts: Sequence[PartData], out: Float32) -> None:
         """(code - zero) * scale."""
         codes, scales, *zero_points = parts
-        weight = codes.data.astype(np.float32)
+        out[...] = codes.data
         zeros = zero_points[0].data.astype(np.float32) if zero_points else None
-        self.scaling.apply(weight, to_float32(scales), zeros)
-        return weight.reshape(shape)
+        self.scaling.apply(out, to_float32(scales), zeros)
 
 
-def _plain_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+def _plain_matrix(shape: Shape) -> tuple[int, int]:
     front, rows, columns = matrix(shape)
     if front:
         raise ValueError("experts that are stacked in one tensor are not supported in this format")

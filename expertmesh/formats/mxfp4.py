@@ -7,22 +7,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from expertmesh.formats.codec import Float32, PartData, Shape, StoredPart, matrix, to_float32
 from expertmesh.formats.tables import expand_fp4
-from expertmesh.formats.weight_format import Float32, PartData, StoredPart, exponents, matrix
 
 BLOCK = 32
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """`X_blocks` [..., columns / 32, 16], two codes a byte, and `X_scales` [..., columns / 32]."""
+    """`X_blocks` [..., columns / 32, 16], two codes a byte, and `X_scales` [..., columns / 32].
+
+    Blocks run along the inputs of a matrix, and unquantised files of gpt-oss have its inputs as
+    rows: they hold the transpose.
+    """
 
     @property
     def name(self) -> str:
         """For messages."""
         return "mxfp4"
 
-    def parts(self, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
+    @property
+    def transposed(self) -> bool:
+        """True."""
+        return True
+
+    def parts(self, shape: Shape) -> tuple[StoredPart, ...]:
         """Codes and exponents."""
         front, rows, columns = matrix(shape)
         if columns % BLOCK:
@@ -30,13 +39,13 @@ class Mxfp4:
         grid = (*front, rows, columns // BLOCK)
         return (
             StoredPart("_blocks", ("U8",), (*grid, BLOCK // 2)),
-            StoredPart("_scales", ("U8",), grid),
+            StoredPart("_scales", ("U8",), grid, is_scale=True),
         )
 
-    def decode(self, parts: Sequence[PartData], shape: tuple[int, int]) -> Float32:
+    def decode(self, parts: Sequence[PartData], out: Float32) -> None:
         """code * 2 ** (byte - 127)."""
         codes, scales = parts
-        weight = expand_fp4(codes.data.view(np.uint8)).reshape(-1, BLOCK)
+        expand_fp4(codes.data.view(np.uint8).reshape(-1), out.reshape(-1))
+        in_blocks = out.reshape(-1, BLOCK)
         with np.errstate(over="ignore", invalid="ignore"):  # the reader refuses what is not finite
-            weight *= exponents(scales.data).reshape(-1, 1)
-        return weight.reshape(shape)
+            in_blocks *= to_float32(scales).reshape(-1, 1)

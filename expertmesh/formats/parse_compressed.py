@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from expertmesh.families.config_reader import ConfigReader
+from expertmesh.formats.codec import Codec
 from expertmesh.formats.integers import PackedIntegers, PlainIntegers, Scaling
 from expertmesh.formats.modules import LINEAR, REGEX, Targets, check_pattern
 from expertmesh.formats.quantization import CompressedTensors
 from expertmesh.formats.reading import names, refuse_unknown
-from expertmesh.formats.weight_format import WeightFormat
 
 PACKED, INTEGERS, NAIVE, MIXED = (
     "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision",
@@ -53,7 +53,7 @@ def _groups(reader: ConfigReader) -> list[ConfigReader]:
     return [child for child in children if child is not None]
 
 
-def _parse_group(reader: ConfigReader, default_storage: str) -> dict[str, WeightFormat | None]:
+def _parse_group(reader: ConfigReader, default_storage: str) -> dict[str, Codec | None]:
     refuse_unknown(reader, {"targets", "weights", "input_activations", "format"})
     targets = _patterns(reader, "targets")
     if not targets:
@@ -69,7 +69,7 @@ def _parse_group(reader: ConfigReader, default_storage: str) -> dict[str, Weight
     return dict.fromkeys(targets, _parse_weights(weights, reader, storage))
 
 
-def _parse_weights(reader: ConfigReader, group: ConfigReader, storage: str) -> WeightFormat:
+def _parse_weights(reader: ConfigReader, group: ConfigReader, storage: str) -> Codec:
     refuse_unknown(
         reader,
         {

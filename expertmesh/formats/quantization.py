@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from expertmesh.formats.codec import Codec
 from expertmesh.formats.fp8 import Fp8Blocks
 from expertmesh.formats.modules import NameParts, Targets, module_of
 from expertmesh.formats.mxfp4 import Mxfp4
-from expertmesh.formats.weight_format import WeightFormat
 
 EXPERT_PARAMETERS = frozenset({"experts.gate_up", "experts.down"})
 QUANTISABLE = EXPERT_PARAMETERS | {
@@ -30,7 +30,7 @@ class Quantization(Protocol):
     def skip_list(self) -> str:
         """Key of the list of modules that are not quantised, for messages."""
 
-    def format_of(self, tensor: str) -> WeightFormat | None:
+    def codec_of(self, tensor: str) -> Codec | None:
         """How a matrix is stored; None for plainly. Only asked for what may be quantised.
 
         Args:
@@ -45,7 +45,7 @@ class NotQuantized:
     key: str = "quantization_config"
     skip_list: str = ""
 
-    def format_of(self, tensor: str) -> WeightFormat | None:
+    def codec_of(self, tensor: str) -> Codec | None:
         """None."""
         return None
 
@@ -59,7 +59,7 @@ class Fp8:
     key: str
     skip_list: str
 
-    def format_of(self, tensor: str) -> WeightFormat | None:
+    def codec_of(self, tensor: str) -> Codec | None:
         """The format, unless the module is skipped."""
         return None if self.skipped.match(module_of(tensor)) else self.format
 
@@ -72,7 +72,7 @@ class Mxfp4Experts:
     key: str
     skip_list: str
 
-    def format_of(self, tensor: str) -> WeightFormat | None:
+    def codec_of(self, tensor: str) -> Codec | None:
         """The format, for experts that are not skipped."""
         module = module_of(tensor)
         stacked = module.endswith(".experts") and not self.skipped.match(module)
@@ -84,13 +84,13 @@ class CompressedTensors:
     """`quant_method` compressed-tensors: groups of targets, each with its format."""
 
     targets: Targets
-    formats: tuple[tuple[str, WeightFormat | None], ...]
+    formats: tuple[tuple[str, Codec | None], ...]
     """Target to format, None for not quantised."""
     ignored: Targets
     key: str
     skip_list: str
 
-    def format_of(self, tensor: str) -> WeightFormat | None:
+    def codec_of(self, tensor: str) -> Codec | None:
         """The format of the most exact target, unless the module is ignored."""
         module = module_of(tensor)
         target = self.targets.match(module)

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from expertmesh.formats.weight_format import Float32
+from expertmesh.formats.codec import Float32
 
 Bytes = npt.NDArray[np.uint8]
 Pairs = npt.NDArray[np.uint64]
@@ -20,24 +20,21 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """E2M1; codes 8 to 15 are the same with a minus."""
 
 
-def expand_e4m3(codes: Bytes) -> Float32:
-    """FP8 E4M3 (finite only, NaN is 0x7F and 0xFF) as FP32, flat."""
-    flat = codes.reshape(-1)
-    out = np.empty(flat.size, np.float32)
-    even = flat.size // 2 * 2
-    _take(_e4m3_pairs(), flat[:even].view("<u2"), out[:even])
-    out[even:] = e4m3_values()[flat[even:]]
-    return out
+def expand_e4m3(codes: Bytes, out: Float32) -> None:
+    """FP8 E4M3 (finite only, NaN is 0x7F and 0xFF) as FP32. Both are flat."""
+    even = codes.size // 2 * 2
+    _take(_e4m3_pairs(), codes[:even].view("<u2"), out[:even])
+    out[even:] = e4m3_values()[codes[even:]]
 
 
-def expand_fp4(codes: Bytes) -> Float32:
-    """Bytes of two FP4 E2M1 codes, low half first, as FP32: twice as many, flat."""
-    return _expand_halves(codes, _fp4_pairs())
+def expand_fp4(codes: Bytes, out: Float32) -> None:
+    """Bytes of two FP4 E2M1 codes, low half first, as twice as many FP32. Both are flat."""
+    _take(_fp4_pairs(), codes, out)
 
 
-def expand_int4(codes: Bytes) -> Float32:
-    """Bytes of two integers stored with 8 added, low half first, as FP32: twice as many, flat."""
-    return _expand_halves(codes, _int4_pairs())
+def expand_int4(codes: Bytes, out: Float32) -> None:
+    """Bytes of two integers stored with 8 added, low half first, as FP32. Both are flat."""
+    _take(_int4_pairs(), codes, out)
 
 
 @cache
@@ -49,13 +46,6 @@ def e4m3_values() -> Float32:
     magnitude = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
     magnitude[code & 0x7F == 0x7F] = np.nan
     return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
-
-
-def _expand_halves(codes: Bytes, pairs: Pairs) -> Float32:
-    flat = codes.reshape(-1)
-    out = np.empty(2 * flat.size, np.float32)
-    _take(pairs, flat, out)
-    return out
 
 
 def _take(pairs: Pairs, index: npt.NDArray[np.unsignedinteger], out: Float32) -> None:

@@ -89,28 +89,28 @@ def test_no_quantization_is_plain() -> None:
     for raw in ({}, {"quantization_config": None}):
         found = parse_quantization(ConfigReader(Path("config.json"), raw))
         assert isinstance(found, NotQuantized)
-        assert found.format_of(EXPERT) is None
+        assert found.codec_of(EXPERT) is None
 
 
 def test_fp8_is_every_matrix_but_the_listed_ones() -> None:
     """As DeepSeek (no list: all but the output) and Qwen (a list) write it."""
     deepseek, qwen = parse(DEEPSEEK), parse(QWEN)
     for name in (EXPERT, ATTENTION, "model.layers.1.mlp.experts.gate_up_proj"):
-        assert deepseek.format_of(name) == Fp8Blocks(128, 128)
-    assert deepseek.format_of("lm_head.weight") is None
-    assert qwen.format_of("lm_head.weight") is None
-    assert qwen.format_of(ATTENTION) is None
-    assert qwen.format_of(OTHER_ATTENTION) == Fp8Blocks(128, 128)
+        assert deepseek.codec_of(name) == Fp8Blocks(128, 128)
+    assert deepseek.codec_of("lm_head.weight") is None
+    assert qwen.codec_of("lm_head.weight") is None
+    assert qwen.codec_of(ATTENTION) is None
+    assert qwen.codec_of(OTHER_ATTENTION) == Fp8Blocks(128, 128)
     assert qwen.skip_list == "modules_to_not_convert"
     ignored = {k: v for k, v in QWEN.items() if k != "modules_to_not_convert"}
     ignored["ignored_layers"] = ["self_attn.o_proj"]
-    assert parse(ignored).format_of(ATTENTION) is None
+    assert parse(ignored).codec_of(ATTENTION) is None
     assert parse(ignored).skip_list == "ignored_layers"
 
 
 def test_fp8_scale_format_allows_bytes() -> None:
     """`ue8m0` says what bytes mean; without it bytes are no scales."""
-    assert parse({**DEEPSEEK, "scale_fmt": "ue8m0"}).format_of(EXPERT) == Fp8Blocks(
+    assert parse({**DEEPSEEK, "scale_fmt": "ue8m0"}).codec_of(EXPERT) == Fp8Blocks(
         128, 128, byte_scales=True
     )
     codes = [Fp8Blocks(8, 8, flag).parts((8, 8))[1].dtype_codes for flag in (False, True)]
@@ -120,19 +120,19 @@ def test_fp8_scale_format_allows_bytes() -> None:
 def test_mxfp4_is_the_experts() -> None:
     """Experts only; the list may take some out."""
     stacked = "model.layers.5.mlp.experts.gate_up_proj"
-    assert parse(GPT_OSS).format_of(stacked) == Mxfp4()
-    assert parse(GPT_OSS).format_of(ATTENTION) is None
+    assert parse(GPT_OSS).codec_of(stacked) == Mxfp4()
+    assert parse(GPT_OSS).codec_of(ATTENTION) is None
     without = {**GPT_OSS, "modules_to_not_convert": ["model.layers.5.mlp.experts"]}
-    assert parse(without).format_of(stacked) is None
+    assert parse(without).codec_of(stacked) is None
 
 
 def test_compressed_tensors_as_kimi_has_it() -> None:
     """4 bits, groups of 32; attention and dense layers are ignored by patterns."""
     found = parse(compressed())
-    assert found.format_of(EXPERT) == PackedIntegers(4, Scaling("group", 32))
+    assert found.codec_of(EXPERT) == PackedIntegers(4, Scaling("group", 32))
     for name in (ATTENTION, "lm_head.weight", "model.layers.0.mlp.down_proj.weight"):
-        assert found.format_of(name) is None
-    assert parse(compressed(), "compression_config").format_of(EXPERT) is not None
+        assert found.codec_of(name) is None
+    assert parse(compressed(), "compression_config").codec_of(EXPERT) is not None
 
 
 def test_groups_have_their_own_formats() -> None:
@@ -144,11 +144,11 @@ def test_groups_have_their_own_formats() -> None:
         group(targets=["re:.*k_proj$"], weights={**INT4, "symmetric": False, "group_size": 128}),
     )
     found = parse(compressed(*groups, ignore=[]))
-    assert found.format_of(EXPERT) == PackedIntegers(4, Scaling("group", 32))
-    assert found.format_of(OTHER_ATTENTION) == PlainIntegers(Scaling("channel"))
-    assert found.format_of(ATTENTION) is None
+    assert found.codec_of(EXPERT) == PackedIntegers(4, Scaling("group", 32))
+    assert found.codec_of(OTHER_ATTENTION) == PlainIntegers(Scaling("channel"))
+    assert found.codec_of(ATTENTION) is None
     asymmetric = PackedIntegers(4, Scaling("group", 128, symmetric=False))
-    assert found.format_of("model.layers.0.self_attn.k_proj.weight") == asymmetric
+    assert found.codec_of("model.layers.0.self_attn.k_proj.weight") == asymmetric
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_groups_have_their_own_formats() -> None:
 def test_strategy_left_out_is_one_scale(weights: Json) -> None:
     """The default of compressed-tensors."""
     found = parse(compressed(group(weights=weights), format="int-quantized"))
-    assert found.format_of(EXPERT) == PlainIntegers(Scaling("tensor"))
+    assert found.codec_of(EXPERT) == PlainIntegers(Scaling("tensor"))
 
 
 def test_activations_quantised_on_the_fly_are_left_alone() -> None:
@@ -170,7 +170,7 @@ def test_activations_quantised_on_the_fly_are_left_alone() -> None:
     found = parse(
         compressed(group(weights=INT8, input_activations=DYNAMIC), format="int-quantized")
     )
-    assert found.format_of(EXPERT) == PlainIntegers(Scaling("channel"))
+    assert found.codec_of(EXPERT) == PlainIntegers(Scaling("channel"))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_what_is_not_supported_is_named(config: Json, expected: str) -> None:
 def test_two_configs_have_to_agree() -> None:
     """Both keys are in use; different values would be a choice."""
     raw = {"quantization_config": compressed(), "compression_config": compressed()}
-    assert parse_quantization(ConfigReader(Path("c"), raw)).format_of(EXPERT) is not None
+    assert parse_quantization(ConfigReader(Path("c"), raw)).codec_of(EXPERT) is not None
     raw["compression_config"] = DEEPSEEK
     with pytest.raises(CheckpointError, match="compression_config: expected the same as"):
         parse_quantization(ConfigReader(Path("c"), raw))
