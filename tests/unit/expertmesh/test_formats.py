@@ -18,7 +18,8 @@ from transformers.integrations.finegrained_fp8 import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from expertmesh.formats.codec import Codec, PartData
+from expertmesh.formats.codec import NUMPY_TYPES, Codec, PartData
+from expertmesh.formats.encode import encode
 from expertmesh.formats.fp8 import Fp8Blocks
 from expertmesh.formats.integers import PackedIntegers, PlainIntegers, Scaling
 from expertmesh.formats.mxfp4 import Mxfp4
@@ -178,6 +179,52 @@ def test_stacked_weights_have_axes_in_front() -> None:
     fp8 = [part.shape for part in Fp8Blocks(128, 128).parts((6, 300, 200))]
     assert fp8 == [(6, 300, 200), (6, 3, 2)]
     assert [part.shape for part in Mxfp4().parts((6, 64, 96))] == [(6, 64, 3, 16), (6, 64, 3)]
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape", "steps"),
+    [
+        (Fp8Blocks(128, 128), (200, 130), 16),
+        (Mxfp4(), (6, 96), 3),
+        (PackedIntegers(4, Scaling("group", 32)), (5, 64), 14),
+        (PackedIntegers(4, Scaling("channel", symmetric=False)), (9, 33), 15),
+        (PackedIntegers(8, Scaling("group", 32, symmetric=False)), (5, 64), 255),
+        (PlainIntegers(Scaling("channel")), (5, 64), 254),
+        (PlainIntegers(Scaling("tensor", symmetric=False)), (5, 64), 255),
+    ],
+)
+def test_what_is_encoded_is_decoded(codec: Codec, shape: tuple[int, int], steps: int) -> None:
+    """Encoders give the parts that the codec has, and a weight within half a step.
+
+    Encoding what was decoded changes nothing.
+    """
+    weight = _weights(*shape).numpy()
+    once = _coded(codec, weight)
+    step = np.abs(weight).max() * 2 / steps
+    assert np.abs(once - weight).max() <= step / 2 * 1.001
+    assert np.abs(_coded(codec, once) - once).max() <= 1e-6 * np.abs(weight).max()
+    assert not _coded(codec, np.zeros(shape, np.float32)).any()
+
+
+def test_encoded_fp8_is_what_torch_rounds_to() -> None:
+    """Ties go to the even code, as everywhere in floating point."""
+    weight = _weights(64, 64)
+    weight[0] = torch.arange(64) * 0.5 + 16.25
+    weight[0, 0] = 448
+    codes = encode(Fp8Blocks(1, 64), weight.numpy())[0].data
+    scaled = weight / (weight.abs().amax(1, keepdim=True) / 448)
+    np.testing.assert_array_equal(scaled.to(torch.float8_e4m3fn).view(torch.uint8), codes)
+
+
+def _coded(codec: Codec, weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    stored = encode(codec, weight)
+    for part, data in zip(codec.parts(weight.shape), stored, strict=True):
+        assert part.shape == data.data.shape
+        assert data.dtype_code in part.dtype_codes
+        assert data.data.dtype == NUMPY_TYPES[data.dtype_code]
+    found = np.empty_like(weight)
+    codec.decode(stored, found)
+    return found
 
 
 def _weights(rows: int, columns: int) -> torch.Tensor:
