@@ -16,6 +16,7 @@ import numpy as np
 
 from expertmesh.errors import CheckpointError
 from expertmesh.families import FAMILIES, load_model_config
+from expertmesh.formats import quantized_storage, read_quantization
 from expertmesh.host_tensor import HostTensor, common_dtype, widen
 from expertmesh.inventory import Inventory, take_inventory
 from expertmesh.model_config import ModelConfig
@@ -23,7 +24,7 @@ from expertmesh.parameter_source import ParameterSource
 from expertmesh.safetensors_file import DTYPE_NAMES, Extent, ReadInto, SafetensorsFile, pread_into
 from expertmesh.shards import open_shards
 from expertmesh.tokenizer_files import read_chat_template, read_special_tokens
-from expertmesh.weight_storage import PLAIN, FileTensor, PlainWeight
+from expertmesh.weight_storage import FileTensor, PlainWeight
 
 __all__ = ["FINGERPRINT_BYTES", "Checkpoint", "ExpertTensors", "HostTensor"]
 
@@ -67,12 +68,13 @@ class Checkpoint:
         config: ModelConfig,
         files: dict[str, SafetensorsFile],
         inventory: Inventory,
+        fingerprint: bytes,
     ) -> None:
         self.model_dir = model_dir
         self.config = config
         self._files = files
         self._inventory = inventory
-        self.fingerprint = _fingerprint(config, files)
+        self.fingerprint = fingerprint
 
     @classmethod
     def open(cls, model_dir: Path, *, read_into: ReadInto = pread_into) -> Checkpoint:
@@ -87,8 +89,11 @@ class Checkpoint:
         """
         config = load_model_config(model_dir)
         files = open_shards(model_dir, read_into)
-        inventory = take_inventory(config, FAMILIES[config.family], PLAIN, files)
-        return cls(model_dir, config, files, inventory)
+        quantization = read_quantization(model_dir / "config.json")
+        storage = quantized_storage(quantization)
+        inventory = take_inventory(config, FAMILIES[config.family], storage, files)
+        fingerprint = _fingerprint(f"{config!r} {quantization!r}", files)
+        return cls(model_dir, config, files, inventory, fingerprint)
 
     @property
     def name(self) -> str:
@@ -182,8 +187,8 @@ def _check_tied(embed: HostTensor, source: ParameterSource) -> None:
         )
 
 
-def _fingerprint(config: ModelConfig, files: dict[str, SafetensorsFile]) -> bytes:
-    digest = hashlib.blake2b(repr(config).encode(), digest_size=FINGERPRINT_BYTES)
+def _fingerprint(description: str, files: dict[str, SafetensorsFile]) -> bytes:
+    digest = hashlib.blake2b(description.encode(), digest_size=FINGERPRINT_BYTES)
     for name in sorted(files):
         file = files[name]
         header = file.tensors[name]

@@ -161,6 +161,11 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
+    def find(self, name: str) -> FileTensor | None:
+        """A tensor that was not taken yet, to look at; None if there is none."""
+        file = self._left.get(name)
+        return None if file is None else FileTensor(file, name)
+
     def left(self) -> dict[str, SafetensorsFile]:
         """What was not taken."""
         return dict(self._left)

@@ -81,8 +81,6 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     reader = ConfigReader(path, read_json_object(path, MAX_CONFIG_BYTES))
     family = _family(reader)
     reader = replace(reader, defaults=family.defaults)
-    if reader.raw.get("quantization_config") is not None:
-        reader.fail("quantization_config", "nothing", fix="quantised files are not supported yet")
     config = family.parse_config(reader)
     eos_token_ids = _generation_eos(model_dir, config.vocab_size)
     return replace(config, eos_token_ids=eos_token_ids) if eos_token_ids else config

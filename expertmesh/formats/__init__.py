@@ -4,22 +4,16 @@
 that hold it and turns them into FP32.
 """
 
-from expertmesh.formats.codec import (
-    NUMPY_TYPES,
-    Codec,
-    PartData,
-    StoredPart,
-)
-from expertmesh.formats.parse import parse_quantization
-from expertmesh.formats.quantization import QUANTISABLE, NotQuantized, Quantization
+from expertmesh.formats.codec import Codec
+from expertmesh.formats.parse import parse_quantization, read_quantization
+from expertmesh.formats.quantization import NotQuantized, Quantization
+from expertmesh.formats.storage import quantized_storage
 
 __all__ = [
-    "NUMPY_TYPES",
-    "QUANTISABLE",
     "Codec",
     "NotQuantized",
-    "PartData",
     "Quantization",
-    "StoredPart",
     "parse_quantization",
+    "quantized_storage",
+    "read_quantization",
 ]

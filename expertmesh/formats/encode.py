@@ -98,7 +98,8 @@ def _pack(codes: Integers, bits: int) -> Array:
 
 def _halves(codes: Bytes) -> Bytes:
     """Two codes of 4 bits in each byte, the first one low."""
-    return np.bitwise_or(codes[..., 0::2], codes[..., 1::2] << 4, dtype=np.uint8)
+    low, high = codes[..., 0::2], codes[..., 1::2]
+    return (low + 16 * high).astype(np.uint8)
 
 
 def _factors(scales: Numbers) -> Float32:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
+from pathlib import Path
 
 from expertmesh.families.config_reader import ConfigReader
 from expertmesh.formats.fp8 import Fp8Blocks
@@ -10,10 +11,23 @@ from expertmesh.formats.modules import NameParts, check_pattern
 from expertmesh.formats.parse_compressed import parse_compressed_tensors
 from expertmesh.formats.quantization import Fp8, Mxfp4Experts, NotQuantized, Quantization
 from expertmesh.formats.reading import names, refuse_unknown
+from expertmesh.json_file import read_json_object
 
 _KEYS = ("quantization_config", "compression_config")
-_METHODS = "one of compressed-tensors, fp8, mxfp4"
+_FIX = "use a checkpoint in one of these, or a plain one"
 MAX_BLOCK = 1 << 20
+
+
+def read_quantization(path: Path) -> Quantization:
+    """How the weights of a checkpoint are stored.
+
+    Args:
+        path: Its config.json.
+
+    Raises:
+        CheckpointError: as for `parse_quantization`.
+    """
+    return parse_quantization(ConfigReader(path, read_json_object(path)))
 
 
 def parse_quantization(reader: ConfigReader) -> Quantization:
@@ -33,15 +47,9 @@ def parse_quantization(reader: ConfigReader) -> Quantization:
     child = reader.child(present[0])
     assert child is not None
     method = child.text("quant_method")
-    if method == "fp8":
-        return _parse_fp8(child)
-    if method == "mxfp4":
-        return _parse_mxfp4(child)
-    if method == "compressed-tensors":
-        return parse_compressed_tensors(child)
-    child.fail(
-        "quant_method", _METHODS, fix="convert the checkpoint to one of these, or to plain weights"
-    )
+    if method not in _PARSERS:
+        child.fail("quant_method", f"one of {', '.join(sorted(_PARSERS))}", fix=_FIX)
+    return _PARSERS[method](child)
 
 
 def _parse_fp8(reader: ConfigReader) -> Fp8:
@@ -52,24 +60,20 @@ def _parse_fp8(reader: ConfigReader) -> Fp8:
             "expert_dtype", *_SKIP_LISTS, *_WITHOUT_EFFECT,
         },
     )  # fmt: skip
-    _one_of(reader, "activation_scheme", "dynamic", ("dynamic",))
-    _one_of(reader, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
-    _one_of(reader, "expert_dtype", "fp8", ("fp8",))
-    scale_format = _one_of(reader, "scale_fmt", "float", ("float", "ue8m0"))
+    reader.choice("activation_scheme", ("dynamic",), "dynamic")
+    reader.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    reader.choice("expert_dtype", ("fp8",), "fp8")
+    scale_format = reader.choice("scale_fmt", ("float", "ue8m0"), "float")
     rows, columns = _block(reader)
     skip_list, skipped = _skipped(reader, default=("lm_head",))
-    return Fp8(
-        Fp8Blocks(rows, columns, byte_scales=scale_format == "ue8m0"),
-        skipped,
-        reader.prefix.rstrip("."),
-        skip_list,
-    )
+    codec = Fp8Blocks(rows, columns, byte_scales=scale_format == "ue8m0")
+    return Fp8(reader.prefix.rstrip("."), skip_list, codec, skipped)
 
 
 def _parse_mxfp4(reader: ConfigReader) -> Mxfp4Experts:
     refuse_unknown(reader, {"quant_method", *_SKIP_LISTS, *_WITHOUT_EFFECT})
     skip_list, skipped = _skipped(reader, default=())
-    return Mxfp4Experts(skipped, reader.prefix.rstrip("."), skip_list)
+    return Mxfp4Experts(reader.prefix.rstrip("."), skip_list, skipped)
 
 
 _SKIP_LISTS = ("modules_to_not_convert", "ignored_layers")
@@ -91,15 +95,15 @@ def _skipped(reader: ConfigReader, default: tuple[str, ...]) -> tuple[str, NameP
     return present[0], NameParts(entries)
 
 
-def _one_of(reader: ConfigReader, key: str, default: str, allowed: tuple[str, ...]) -> str:
-    value = reader.text(key, default)
-    if value not in allowed:
-        reader.fail(key, " or ".join(repr(name) for name in allowed))
-    return value
-
-
 def _block(reader: ConfigReader) -> tuple[int, int]:
     sizes = reader.integers("weight_block_size", 1, MAX_BLOCK)
     if len(sizes) != 2:
         reader.fail("weight_block_size", "two positive integers, rows and columns of a block")
     return sizes[0], sizes[1]
+
+
+_PARSERS: dict[str, Callable[[ConfigReader], Quantization]] = {
+    "compressed-tensors": parse_compressed_tensors,
+    "fp8": _parse_fp8,
+    "mxfp4": _parse_mxfp4,
+}

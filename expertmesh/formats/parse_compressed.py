@@ -31,17 +31,17 @@ def parse_compressed_tensors(reader: ConfigReader) -> CompressedTensors:
         },
     )  # fmt: skip
     _check_sparsity(reader)
-    _choice(reader, "quantization_status", ("compressed", "frozen"), "compressed")
-    default = _choice(reader, "format", (*_STORAGE, MIXED), "")
+    reader.choice("quantization_status", ("compressed", "frozen"), "compressed")
+    default = reader.choice("format", (*_STORAGE, MIXED))
     formats = dict(
         pair for group in _groups(reader) for pair in _parse_group(group, default).items()
     )
     return CompressedTensors(
+        reader.prefix.rstrip("."),
+        "ignore",
         Targets(tuple(formats)),
         tuple(formats.items()),
         Targets(_patterns(reader, "ignore")),
-        reader.prefix.rstrip("."),
-        "ignore",
     )
 
 
@@ -63,7 +63,7 @@ def _parse_group(reader: ConfigReader, default_storage: str) -> dict[str, Codec 
             reader.fail("targets", f"'Linear', names or 're:' patterns, not {target[:60]!r}")
     _check_activations(reader)
     weights = reader.child("weights")
-    storage = _choice(reader, "format", _STORAGE, default_storage)
+    storage = reader.choice("format", (*_STORAGE, MIXED), default_storage)
     if weights is None:
         return dict.fromkeys(targets)
     return dict.fromkeys(targets, _parse_weights(weights, reader, storage))
@@ -77,7 +77,7 @@ def _parse_weights(reader: ConfigReader, group: ConfigReader, storage: str) -> C
             "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
         },
     )  # fmt: skip
-    _choice(reader, "type", ("int",), "int")
+    reader.choice("type", ("int",), "int")
     if reader.boolean("dynamic", False):
         reader.fail("dynamic", "false")
     _check_order(reader)
@@ -98,9 +98,7 @@ def _parse_weights(reader: ConfigReader, group: ConfigReader, storage: str) -> C
 
 def _parse_scaling(reader: ConfigReader) -> Scaling:
     group_size = reader.optional_integer("group_size", -1, MAX_GROUP_SIZE)
-    strategy = reader.text("strategy", _usual_strategy(group_size))
-    if strategy not in _STRATEGIES:
-        reader.fail("strategy", f"one of {', '.join(_STRATEGIES)}")
+    strategy = reader.choice("strategy", _STRATEGIES, _usual_strategy(group_size))
     symmetric = reader.boolean("symmetric", True)
     if strategy != "group":
         if group_size is not None and group_size > 0:
@@ -139,14 +137,7 @@ def _check_activations(reader: ConfigReader) -> None:
 def _check_sparsity(reader: ConfigReader) -> None:
     sparsity = reader.child("sparsity_config")
     if sparsity is not None and sparsity.raw:
-        _choice(sparsity, "format", ("dense",), "")
-
-
-def _choice(reader: ConfigReader, key: str, allowed: tuple[str, ...], default: str) -> str:
-    value = reader.text(key, default).lower()
-    if value not in allowed and not (value == default == ""):
-        reader.fail(key, f"one of {', '.join(allowed)}")
-    return value
+        sparsity.choice("format", ("dense",))
 
 
 def _patterns(reader: ConfigReader, key: str) -> tuple[str, ...]:

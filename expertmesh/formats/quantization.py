@@ -1,4 +1,4 @@
-"""How a checkpoint stores each of its weights."""
+"""Which format each weight of a checkpoint has."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ from expertmesh.formats.fp8 import Fp8Blocks
 from expertmesh.formats.modules import NameParts, Targets, module_of
 from expertmesh.formats.mxfp4 import Mxfp4
 
-EXPERT_PARAMETERS = frozenset({"experts.gate_up", "experts.down"})
-QUANTISABLE = EXPERT_PARAMETERS | {
-    "qkv", "q", "q_a", "q_b", "kv_a", "kv_b", "o", "gate_up", "down", "shared_gate_up",
-    "shared_down", "lm_head",
-}  # fmt: skip
-"""Parameters that may be quantised, by our names without the layer. Gates, norms, biases and
-embeddings never are: a gate's logits decide discretely, the others are small or looked up."""
-
 
 class Quantization(Protocol):
-    """The `quantization_config` of a checkpoint. Immutable; its repr tells two of them apart."""
+    """What config.json says of quantisation. Immutable; the repr tells two of them apart."""
 
     @property
     def key(self) -> str:
@@ -29,6 +21,10 @@ class Quantization(Protocol):
     @property
     def skip_list(self) -> str:
         """Key of the list of modules that are not quantised, for messages."""
+
+    @property
+    def why_plain(self) -> str:
+        """Why a weight without a codec is not quantised, for messages."""
 
     def codec_of(self, tensor: str) -> Codec | None:
         """How a matrix is stored; None for plainly. Only asked for what may be quantised.
@@ -44,6 +40,7 @@ class NotQuantized:
 
     key: str = "quantization_config"
     skip_list: str = ""
+    why_plain: str = "config.json has no quantization_config"
 
     def codec_of(self, tensor: str) -> Codec | None:
         """None."""
@@ -51,49 +48,56 @@ class NotQuantized:
 
 
 @dataclass(frozen=True)
-class Fp8:
-    """`quant_method` fp8: every matrix but the skipped ones."""
+class ConfigKeys:
+    """Where the config is, for messages."""
 
-    format: Fp8Blocks
-    skipped: NameParts
     key: str
     skip_list: str
 
-    def codec_of(self, tensor: str) -> Codec | None:
-        """The format, unless the module is skipped."""
-        return None if self.skipped.match(module_of(tensor)) else self.format
+    @property
+    def why_plain(self) -> str:
+        """The config says so."""
+        return f"{self.key} leaves its module out ({self.skip_list})"
 
 
 @dataclass(frozen=True)
-class Mxfp4Experts:
+class Fp8(ConfigKeys):
+    """`quant_method` fp8: every matrix but the skipped ones."""
+
+    codec: Fp8Blocks
+    skipped: NameParts
+
+    def codec_of(self, tensor: str) -> Codec | None:
+        """The codec, unless the module is skipped."""
+        return None if self.skipped.match(module_of(tensor)) else self.codec
+
+
+@dataclass(frozen=True)
+class Mxfp4Experts(ConfigKeys):
     """`quant_method` mxfp4: the experts, stacked."""
 
     skipped: NameParts
-    key: str
-    skip_list: str
 
     def codec_of(self, tensor: str) -> Codec | None:
-        """The format, for experts that are not skipped."""
+        """The codec, for experts that are not skipped."""
         module = module_of(tensor)
         stacked = module.endswith(".experts") and not self.skipped.match(module)
         return Mxfp4() if stacked else None
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
-    """`quant_method` compressed-tensors: groups of targets, each with its format."""
+class CompressedTensors(ConfigKeys):
+    """`quant_method` compressed-tensors: groups of targets, each with its codec."""
 
     targets: Targets
-    formats: tuple[tuple[str, Codec | None], ...]
-    """Target to format, None for not quantised."""
+    codecs: tuple[tuple[str, Codec | None], ...]
+    """Target to codec, None for not quantised."""
     ignored: Targets
-    key: str
-    skip_list: str
 
     def codec_of(self, tensor: str) -> Codec | None:
-        """The format of the most exact target, unless the module is ignored."""
+        """The codec of the most exact target, unless the module is ignored."""
         module = module_of(tensor)
         target = self.targets.match(module)
         if target is None or self.ignored.match(module):
             return None
-        return dict(self.formats)[target]
+        return dict(self.codecs)[target]

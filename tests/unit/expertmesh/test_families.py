@@ -119,7 +119,6 @@ def test_config_json_is_the_inverse_of_reading(tmp_path: Path, raw: dict[str, ob
         ("eos_token_id", 40, "integers in [0, 39]"),
         ("sliding_window", 0, "an integer"),
         ("tie_word_embeddings", "yes", "true or false"),
-        ("quantization_config", {"bits": 4}, "nothing"),
     ],
 )
 def test_bad_value_is_named(tmp_path: Path, key: str, value: object, expected: str) -> None:
