@@ -142,10 +142,10 @@ def _weight_bytes(
     settings: AttentionWorkerSettings, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> int:
     """Memory that weights will take, about: so that the pool's size is known before loading."""
-    stored = checkpoint.attention_nbytes()
+    elements = checkpoint.attention_elements()
     if settings.colocated:
-        stored += checkpoint.expert_nbytes() * count_experts(checkpoint.config)
-    return stored * dtype.itemsize // TORCH_DTYPES[checkpoint.config.dtype].itemsize
+        elements += checkpoint.expert_elements() * count_experts(checkpoint.config)
+    return elements * dtype.itemsize
 
 
 def _limits(settings: AttentionWorkerSettings) -> RunnerLimits:

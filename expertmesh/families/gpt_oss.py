@@ -102,6 +102,7 @@ GPT_OSS = Family(
     },
     tiny={
         **tiny.TINY,
+        "hidden_size": 64,  # MXFP4 has blocks of 32
         "num_hidden_layers": 4,
         "hidden_size": 64,
         "intermediate_size": 32,
