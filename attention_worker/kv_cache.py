@@ -1,19 +1,20 @@
 """The pool of KV blocks: its size and its memory.
 
-A KV block holds the keys and values of `block_size` consecutive tokens of one sequence, in every
-layer. Which blocks belong to which request is the gateway's business (block tables arrive with
-the steps); this file only knows how many there are.
+A KV block holds what `block_size` consecutive tokens of one sequence leave behind in the layers of
+one KV group (see `kv_groups.py`). Which blocks belong to which request and group is the gateway's
+business (block tables arrive with the steps); this file only knows how many there are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 
+from attention_worker.kv_groups import KvPlan, plan_kv_groups
 from expertmesh.errors import SettingsError
+from expertmesh.kv_groups import KvGroups
 from expertmesh.model_config import ModelConfig
 from expertmesh_kernels.paged_attention import KvCache
 
@@ -23,6 +24,13 @@ class PagedKvCache:
 
     Memory is left as allocated: attention reads only positions that were written. So the
     operating system commits pages of the pool as they are used for the first time.
+
+    Args:
+        config: The model.
+        num_blocks: Blocks that can be given to requests; the pool has one more, the null block.
+        block_size: Tokens per block.
+        dtype: Of keys and values.
+        device: Where they are.
     """
 
     def __init__(
@@ -33,22 +41,27 @@ class PagedKvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        plan = plan_kv_groups(config)
         self.num_blocks = num_blocks
+        self.null_block = num_blocks
+        """Stands in block tables where there is no block; nothing is written to it."""
         self.block_size = block_size
-        self.block_bytes = kv_block_bytes(config, block_size, dtype)
-        layouts = [layer.attention.kv for layer in config.layers]
-        ends = list(accumulate(layout.width * block_size for layout in layouts))
-        self.pool = torch.empty((num_blocks, ends[-1]), dtype=dtype, device=device)
+        self.block_bytes = _block_bytes(plan, block_size, dtype)
+        self.groups = KvGroups.of(block_size, plan.sliding_windows)
+        self.sliding_windows = plan.sliding_windows
+        """Per group: how many tokens a token sees; None for all."""
+        shape = (num_blocks + 1, plan.block_width * block_size)
+        self.pool = torch.empty(shape, dtype=dtype, device=device)
+        self.group_of_layer = plan.group_of_layer
         self.layers: tuple[KvCache, ...] = tuple(
-            KvCache(self.pool, offset, layout, block_size)
-            for offset, layout in zip([0, *ends[:-1]], layouts, strict=True)
+            KvCache(self.pool, offset * block_size, layer.attention.kv, block_size)
+            for offset, layer in zip(plan.offset_of_layer, config.layers, strict=True)
         )
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one KV block over all layers, keys and values."""
-    width = sum(layer.attention.kv.width for layer in config.layers)
-    return width * block_size * dtype.itemsize
+def _block_bytes(plan: KvPlan, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block."""
+    return plan.block_width * block_size * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,8 @@ class KvPoolSettings:
     """Most requests at a time."""
     max_model_len: int
     """Longest sequence in tokens."""
+    max_step_tokens: int
+    """Most tokens of a step."""
     cache_tokens: int | None = None
     """Tokens that the pool shall hold; None derives it from memory."""
     memory_fraction: float = 0.25
@@ -70,8 +85,8 @@ class KvPoolSettings:
 def choose_num_kv_blocks(
     config: ModelConfig, settings: KvPoolSettings, dtype: torch.dtype, available_bytes: int
 ) -> int:
-    """Blocks of the pool: as asked for, else the smaller of what memory allows and what
-    `max_num_seqs` sequences of `max_model_len` tokens can use.
+    """Blocks of the pool: as asked for, in all KV groups; else the smaller of what memory allows
+    and what `max_num_seqs` sequences of `max_model_len` tokens hold at a time.
 
     Args:
         config: The model.
@@ -82,10 +97,13 @@ def choose_num_kv_blocks(
     Raises:
         SettingsError: Not even one sequence of max_model_len fits.
     """
-    blocks_per_sequence = -(-settings.max_model_len // settings.block_size)
-    block_bytes = kv_block_bytes(config, settings.block_size, dtype)
+    plan = plan_kv_groups(config)
+    groups = KvGroups.of(settings.block_size, plan.sliding_windows)
+    max_len, max_step_tokens = settings.max_model_len, settings.max_step_tokens
+    blocks_per_sequence = groups.sequence_blocks(max_len, max_step_tokens)
+    block_bytes = _block_bytes(plan, settings.block_size, dtype)
     if settings.cache_tokens is not None:
-        num_blocks = settings.cache_tokens // settings.block_size
+        num_blocks = settings.cache_tokens // settings.block_size * groups.num_groups
         source = f"kv_cache_tokens={settings.cache_tokens}"
     else:
         affordable = max(0, int(available_bytes * settings.memory_fraction)) // block_bytes
@@ -94,9 +112,11 @@ def choose_num_kv_blocks(
             f"{settings.memory_fraction:.0%} of {available_bytes / 2**20:.0f} MiB available memory"
         )
     if num_blocks < blocks_per_sequence:
+        longest = groups.longest_sequence(num_blocks, max_len, max_step_tokens)
+        token_bytes = block_bytes * groups.num_groups / settings.block_size
         raise SettingsError(
-            f"the KV cache has room for {num_blocks * settings.block_size} tokens ({source}, "
-            f"{block_bytes / settings.block_size:.0f} bytes per token), "
+            f"the KV cache has room for {longest} tokens ({source}, "
+            f"{token_bytes:.0f} bytes per token), "
             f"less than max_model_len={settings.max_model_len}",
             fix="lower --max-model-len or give the KV cache more tokens",
         )
@@ -105,7 +125,7 @@ def choose_num_kv_blocks(
             f"a KV cache of {settings.cache_tokens} tokens needs "
             f"{num_blocks * block_bytes / 2**20:.0f} MiB, "
             f"but only {available_bytes / 2**20:.0f} MiB of memory are available",
-            fix=f"ask for at most {available_bytes * settings.block_size // block_bytes} tokens",
+            fix=f"ask for at most {groups.capacity(available_bytes // block_bytes)} tokens",
         )
     return num_blocks
 

@@ -21,10 +21,9 @@ from attention_worker.batch import Batch, Schedule, make_batch
 from attention_worker.drafts import Speculation, make_drafter
 from attention_worker.experts import ExpertClient
 from attention_worker.grammar import GrammarMasker, PendingMasks
-from attention_worker.kv_cache import PagedKvCache
 from attention_worker.layers.ffn import ExpertCalls
 from attention_worker.model import Model
-from attention_worker.model_states.paged_kv import PagedKvState
+from attention_worker.model_states.model_state import ModelState
 from attention_worker.prompt_logprobs import prompt_logprobs
 from attention_worker.request_slots import RequestSlots
 from attention_worker.routed_experts import routing_recorder
@@ -65,20 +64,19 @@ class ModelRunner:
         self,
         model: Model,
         experts: ExpertClient,
-        kv: PagedKvCache,
+        state: ModelState,
         limits: RunnerLimits,
         grammars: GrammarMasker,
     ) -> None:
         self.model = model
-        self.kv = kv
+        self.state = state
         self.limits = limits
         self.grammars = grammars
         self.on_logits: LogitsObserver = ignore_logits
         self._experts = experts
         self._slots = RequestSlots(limits.num_request_slots, model.max_model_len)
-        self._state = PagedKvState(kv, limits.num_request_slots, model.max_model_len)
         self._deltas = StepDeltas(
-            self._slots, self._state, model.config.vocab_size, limits.max_step_tokens
+            self._slots, state, model.config.vocab_size, limits.max_step_tokens
         )
         self._drafter = make_drafter(limits.speculation, limits.num_request_slots)
         self._last_step = -1
@@ -144,6 +142,7 @@ class ModelRunner:
         num_computed_S[schedule.sample_S] -= tokens.num_rejected_P
         response.routed_experts.extend(calls.recorder.messages(num_computed_S))
         self._slots.commit_computed(schedule.slots_S, num_computed_S)  # from here on it counts
+        self.state.commit(schedule.slots_S, num_computed_S)
         tokens.commit(self._slots)
         response.drafts.extend(self._drafter.propose(tokens, self._slots))
         return response
@@ -159,7 +158,7 @@ class ModelRunner:
     def _forward(self, schedule: Schedule, batch: Batch, calls: ExpertCalls) -> Tensor:
         """Hidden states of all rows after the last layer, [T, H]."""
         calls.num_generated_rows = batch.num_generated_rows
-        inputs = self._state.prepare(schedule.slots_S, batch.sequence_of_row_T, batch.positions_T)
+        inputs = self.state.prepare(schedule.slots_S, batch.sequence_of_row_T, batch.positions_T)
         with torch.inference_mode():
             return self.model.forward(batch, inputs, calls)
 

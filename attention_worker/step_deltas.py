@@ -6,7 +6,7 @@ block appends. Repeating them is harmless all the same:
 
     freed slot       a free slot stays free
     new request      equal to what the slot holds, with no committed step: the slot starts afresh
-    block append     the slot's table ends with just these blocks: nothing changes
+    block append     the slot's table ends with just these blocks there: nothing changes
 
 A step is sent before the outcome of the one before it is known. What it computes of a request that
 got no token there, although one was due, is left out: that request is about to be freed.
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attention_worker.batch import Schedule
-from attention_worker.model_states.paged_kv import PagedKvState
+from attention_worker.model_states.model_state import ModelState
 from attention_worker.request_slots import RequestSlots
 from attention_worker.sampling_spec import SlotSampling, read_sampling
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -36,13 +36,13 @@ class StepDeltas:
 
     Args:
         slots: Table of requests.
-        state: Table of KV blocks.
+        state: What the model's layers remember.
         vocab_size: Token ids are below.
         max_step_tokens: Most tokens of a step.
     """
 
     def __init__(
-        self, slots: RequestSlots, state: PagedKvState, vocab_size: int, max_step_tokens: int
+        self, slots: RequestSlots, state: ModelState, vocab_size: int, max_step_tokens: int
     ) -> None:
         self._slots = slots
         self._state = state
@@ -63,8 +63,7 @@ class StepDeltas:
         self._open_and_free(step)
         for entry in step.scheduled:
             self._check_slot(entry.slot)
-            if entry.new_block_ids:
-                self._append_blocks(entry)
+            self._append_blocks(entry)
 
     def apply(self, step: pb.StepRequest) -> Schedule:
         """Applies a step's deltas and returns what to compute.
@@ -75,8 +74,7 @@ class StepDeltas:
         self._open_and_free(step)
         schedule = self._schedule(step)
         for entry in step.scheduled:
-            if entry.new_block_ids:
-                self._append_blocks(entry)
+            self._append_blocks(entry)
         self._check_blocks(schedule)
         return schedule
 
@@ -84,7 +82,7 @@ class StepDeltas:
         for slot in step.freed_slots:
             self._check_slot(slot)
             self._slots.free(slot)
-            self._state.remove_request(slot)
+            self._state.remove(slot)
         for new in step.new_requests:
             self._add(new)
 
@@ -109,7 +107,7 @@ class StepDeltas:
             raise MalformedStepError(f"slot {slot} is in use, expected a free one")
         sampling = _sampling(slot, new.sampling, self._vocab_size)
         self._slots.add(slot, token_ids, new.num_prompt_tokens, sampling, new.num_cached)
-        self._state.remove_request(slot)
+        self._state.begin(slot, new.num_cached)
 
     def _token_ids(self, new: pb.NewRequest) -> npt.NDArray[np.int32]:
         """Checked token ids of a new request."""
@@ -195,21 +193,23 @@ class StepDeltas:
         )
 
     def _append_blocks(self, entry: pb.ScheduledRequest) -> None:
-        try:
-            self._state.append_blocks(entry.slot, np.array(entry.new_block_ids, np.int64))
-        except ValueError as error:
-            raise MalformedStepError(str(error)) from error
+        for append in entry.new_blocks:
+            block_ids = np.array(append.block_ids, np.int64)
+            try:
+                self._state.append_blocks(entry.slot, append.group, append.start, block_ids)
+            except ValueError as error:
+                raise MalformedStepError(str(error)) from error
 
     def _check_blocks(self, schedule: Schedule) -> None:
-        """Every token has a place in the KV pool."""
-        num_blocks_S = self._state.num_blocks(schedule.slots_S)
+        """Every token has a place in the KV pool, in each group."""
+        num_covered_S = self._state.num_covered(schedule.slots_S)
         end_S = schedule.starts_S + schedule.num_tokens_S
         self._check(
             schedule,
-            end_S <= num_blocks_S * self._state.kv.block_size,
-            "tokens end at {}, but its table has {} KV blocks",
+            end_S <= num_covered_S,
+            "tokens end at {}, but its KV blocks hold {}",
             end_S,
-            num_blocks_S,
+            num_covered_S,
         )
 
     def _check(

@@ -19,6 +19,7 @@ from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.model import Model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
+from attention_worker.model_states.paged_kv import PagedKvState
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.dispatch import plan_dispatch
@@ -73,9 +74,11 @@ def warm_up(model: Model, kv: PagedKvCache) -> None:
         num_request_slots=2, max_step_tokens=8, speculation=Speculation(num_tokens=1)
     )
     no_grammars = GrammarMasker(None, (), model.config.vocab_size)
-    runner = ModelRunner(model, experts, kv, limits, no_grammars)
+    state = PagedKvState(kv, limits.num_request_slots, model.max_model_len)
+    runner = ModelRunner(model, experts, state, limits, no_grammars)
     num_tokens = min(2, model.max_model_len - 2)
-    if num_tokens < 1 or kv.num_blocks < 2 or kv.block_size < num_tokens + 2:
+    num_groups = kv.groups.num_groups
+    if num_tokens < 1 or kv.num_blocks < 2 * num_groups or kv.block_size < num_tokens + 2:
         return
     token_ids = np.zeros(num_tokens, "<i4").tobytes()
     greedy = pb.SamplingSpec(temperature=0.0, num_logprobs=1)
@@ -96,7 +99,9 @@ def warm_up(model: Model, kv: PagedKvCache) -> None:
         prompts.new_requests.add(
             slot=slot, token_ids=token_ids, num_prompt_tokens=num_tokens, sampling=sampling
         )
-        prompts.scheduled.add(slot=slot, num_tokens=num_tokens, new_block_ids=[slot], sample=True)
+        work = prompts.scheduled.add(slot=slot, num_tokens=num_tokens, sample=True)
+        for group in range(num_groups):
+            work.new_blocks.add(group=group, block_ids=[slot * num_groups + group])
         decode.scheduled.add(slot=slot, start=num_tokens, num_tokens=1, sample=True)
     for step in (prompts, decode):
         response = runner.execute(step)

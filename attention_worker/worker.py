@@ -21,6 +21,7 @@ from attention_worker.kv_cache import (
 from attention_worker.loader import load_model
 from attention_worker.membership import MapUser, NoMapUser
 from attention_worker.model_runner import ModelRunner, RunnerLimits
+from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.server import AttentionServer, AttentionServicer
 from attention_worker.warm_up import warm_up
 from expert_worker.backend import ExpertBackend
@@ -79,7 +80,8 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     warm_up(model, kv)
     grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
     grammars.prepare()
-    runner = ModelRunner(model, experts, kv, _limits(settings), grammars)
+    state = PagedKvState(kv, pool.max_num_seqs, pool.max_model_len)
+    runner = ModelRunner(model, experts, state, _limits(settings), grammars)
     description = _description(settings, checkpoint, runner, dtype_name)
     description.numerics_fingerprint = fingerprint
     servicer = AttentionServicer(description, runner, map_user)
@@ -133,6 +135,7 @@ def _kv_pool_settings(settings: AttentionWorkerSettings, max_model_len: int) -> 
         block_size=engine.kv_block_size,
         max_num_seqs=engine.max_num_seqs,
         max_model_len=max_model_len,
+        max_step_tokens=engine.max_num_batched_tokens,
         cache_tokens=engine.kv_cache_tokens,
         memory_fraction=engine.kv_memory_fraction,
     )
@@ -180,9 +183,12 @@ def _description(
             dtype=DTYPE_CODES[dtype],
         ),
         device=settings.device,
-        num_kv_blocks=runner.kv.num_blocks,
-        kv_block_size=runner.kv.block_size,
-        kv_block_bytes=runner.kv.block_bytes,
+        num_kv_blocks=runner.state.kv.num_blocks,
+        kv_block_size=runner.state.kv.block_size,
+        kv_block_bytes=runner.state.kv.block_bytes,
+        kv_groups=[
+            pb.KvGroup(sliding_window=window or 0) for window in runner.state.kv.sliding_windows
+        ],
         num_request_slots=runner.limits.num_request_slots,
         max_step_tokens=runner.limits.max_step_tokens,
         max_model_len=runner.model.max_model_len,

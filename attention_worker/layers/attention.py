@@ -36,15 +36,15 @@ class Attention:
         config = self.config
         num_q = config.num_heads
         num_qk = num_q + config.num_kv_heads
-        cache = inputs.caches[self.layer]
+        kv = inputs.of_layer(self.layer)
         qkv_TnD = linear(h_TH, self.qkv).view(-1, num_qk + config.num_kv_heads, config.head_dim)
         q_TnD, k_TnD, v_TnD = qkv_TnD[:, :num_q], qkv_TnD[:, num_q:num_qk], qkv_TnD[:, num_qk:]
         apply_rope(qkv_TnD[:, :num_qk], inputs.positions_T, self.rope)  # in place: q and k
-        write_kv(k_TnD, v_TnD, cache, inputs.kv_slots_T)
+        write_kv(k_TnD, v_TnD, kv.cache, kv.kv_slots_T)
         mixed_TnD = paged_attention(
             q_TnD,
-            cache,
-            inputs.block_tables_SB,
+            kv.cache,
+            kv.block_tables_SB,
             inputs.sequence_of_row_T,
             inputs.positions_T,
             self.options,

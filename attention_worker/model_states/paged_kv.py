@@ -1,4 +1,4 @@
-"""State of models whose layers remember keys and values only: block tables over a KV pool.
+"""State of layers that remember keys and values: block tables over a pool, one per KV group.
 
 Owner: the thread that runs the steps. Block tables change when a step's deltas are applied, not
 at commit: KV rows can be rewritten, so an abandoned step leaves nothing to undo here.
@@ -13,7 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from attention_worker.kv_cache import PagedKvCache
+from attention_worker.model_states.block_tables import BlockTables
 from expertmesh_kernels.paged_attention import KvCache
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Where a layer finds the keys and values of the rows of a step."""
+
+    cache: KvCache
+    block_tables_SB: npt.NDArray[np.int32]
+    """Blocks of each sequence, in order; those behind the window may be any."""
+    kv_slots_T: npt.NDArray[np.int64]
+    """Where a row's own key and value go: block * block_size + offset."""
 
 
 @dataclass(frozen=True)
@@ -22,66 +34,67 @@ class AttentionInputs:
 
     positions_T: npt.NDArray[np.int32]
     sequence_of_row_T: npt.NDArray[np.int32]
-    """Row of `block_tables_SB`."""
-    block_tables_SB: npt.NDArray[np.int32]
-    kv_slots_T: npt.NDArray[np.int64]
-    """Where a row's own key and value go: block * block_size + offset."""
-    caches: tuple[KvCache, ...]
-    """Keys and values of each layer."""
+    """Row of a layer's `block_tables_SB`."""
+    layers: tuple[LayerInputs, ...]
+
+    def of_layer(self, layer: int) -> LayerInputs:
+        """What one layer needs."""
+        return self.layers[layer]
 
 
 class PagedKvState:
-    """Block tables of all request slots."""
+    """Block tables of all request slots; a `ModelState`."""
 
     def __init__(self, kv: PagedKvCache, num_slots: int, max_model_len: int) -> None:
         self.kv = kv
-        self.max_blocks = -(-max_model_len // kv.block_size)
-        self._block_tables: npt.NDArray[np.int32] = np.zeros((num_slots, self.max_blocks), np.int32)
-        self._num_blocks: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        max_blocks = -(-max_model_len // kv.block_size)
+        self._tables = tuple(
+            BlockTables(kv.groups, group, num_slots, max_blocks, kv.null_block)
+            for group in range(kv.groups.num_groups)
+        )
+        self._num_computed_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
 
-    def num_blocks(self, slots_S: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Blocks in the tables of these slots, [S]."""
-        return self._num_blocks[slots_S]
+    def begin(self, slot: int, num_cached: int) -> None:
+        """A request without blocks; see ModelState."""
+        self.remove(slot)
+        self._num_computed_S[slot] = num_cached
 
-    def block_table(self, slot: int) -> npt.NDArray[np.int32]:
-        """Blocks of one slot, in order."""
-        return self._block_tables[slot, : self._num_blocks[slot]]
+    def block_table(self, slot: int, group: int = 0) -> npt.NDArray[np.int32]:
+        """Blocks of one slot in one group, in order."""
+        return self._tables[group].table(slot)
 
-    def remove_request(self, slot: int) -> None:
-        """Forgets the slot's blocks."""
-        self._num_blocks[slot] = 0
-
-    def reset(self) -> None:
-        """Forgets all blocks."""
-        self._num_blocks[:] = 0
-
-    def append_blocks(self, slot: int, block_ids: npt.NDArray[np.int64]) -> None:
-        """Appends blocks to a slot's table. A repeated append (the table ends with just these
-        blocks) changes nothing.
+    def append_blocks(
+        self, slot: int, group: int, start: int, block_ids: npt.NDArray[np.int64]
+    ) -> None:
+        """Continues a table; see ModelState.
 
         Raises:
-            ValueError: A block is not in the pool or in the table already, or the table is full.
+            ValueError: The group is unknown, or a block is not in the pool or in the slot's tables
+                already, or the blocks do not continue the table; names slot and value.
         """
+        if group >= len(self._tables):
+            raise ValueError(
+                f"slot {slot}: KV group {group} is out of range: there are {len(self._tables)}"
+            )
         outside = block_ids[(block_ids < 0) | (block_ids >= self.kv.num_blocks)]
         if outside.size:
             raise ValueError(
                 f"slot {slot}: KV block {outside[0]} is out of range: "
                 f"the pool has {self.kv.num_blocks} blocks"
             )
-        table = self.block_table(slot)
-        if np.array_equal(table[-len(block_ids) :], block_ids):
+        if self._tables[group].has(slot, start, block_ids):
             return
-        known = block_ids[np.isin(block_ids, table)]
-        if known.size or len(np.unique(block_ids)) != len(block_ids):
+        position = int(self._num_computed_S[slot])
+        seen = np.concatenate([tables.seen(slot, position) for tables in self._tables])
+        if np.isin(block_ids, seen).any() or len(np.unique(block_ids)) != len(block_ids):
             raise ValueError(f"slot {slot}: KV blocks {block_ids.tolist()} repeat a block")
-        start, end = len(table), len(table) + len(block_ids)
-        if end > self.max_blocks:
-            raise ValueError(
-                f"slot {slot}: {end} KV blocks are more than max_model_len needs "
-                f"({self.max_blocks})"
-            )
-        self._block_tables[slot, start:end] = block_ids
-        self._num_blocks[slot] = end
+        self._tables[group].append(slot, start, block_ids, position)
+
+    def num_covered(self, slots_S: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens that every table of these slots has blocks for, [S]."""
+        num_blocks_GS = np.stack([tables.num_blocks_S[slots_S] for tables in self._tables])
+        num_covered_S: npt.NDArray[np.int64] = num_blocks_GS.min(axis=0) * self.kv.block_size
+        return num_covered_S
 
     def prepare(
         self,
@@ -92,12 +105,30 @@ class PagedKvState:
         """Gathers what attention needs for the rows of a step; their blocks must be there."""
         size = self.kv.block_size
         used_blocks = int(positions_T.max()) // size + 1
-        tables_SB = self._block_tables[slots_S, :used_blocks]
-        block_of_row = tables_SB[sequence_of_row_T, positions_T // size].astype(np.int64)
-        return AttentionInputs(
-            positions_T=positions_T,
-            sequence_of_row_T=sequence_of_row_T,
-            block_tables_SB=tables_SB,
-            kv_slots_T=block_of_row * size + positions_T % size,
-            caches=self.kv.layers,
+        index_T, offset_T = np.divmod(positions_T, size)
+        places = []
+        for tables in self._tables:
+            tables_SB = tables.gather(slots_S, used_blocks)
+            block_T = tables_SB[sequence_of_row_T, index_T].astype(np.int64)
+            places.append((tables_SB, block_T * size + offset_T))
+        layers = tuple(
+            LayerInputs(cache, *places[group])
+            for cache, group in zip(self.kv.layers, self.kv.group_of_layer, strict=True)
         )
+        return AttentionInputs(positions_T, sequence_of_row_T, layers)
+
+    def commit(self, slots_S: npt.NDArray[np.int64], num_tokens_S: npt.NDArray[np.int64]) -> None:
+        """Later tokens see less of what is behind them; see ModelState."""
+        self._num_computed_S[slots_S] += num_tokens_S
+
+    def remove(self, slot: int) -> None:
+        """Forgets the slot's blocks."""
+        self._num_computed_S[slot] = 0
+        for tables in self._tables:
+            tables.num_blocks_S[slot] = 0
+
+    def reset(self) -> None:
+        """Forgets all blocks."""
+        self._num_computed_S[:] = 0
+        for tables in self._tables:
+            tables.num_blocks_S[:] = 0

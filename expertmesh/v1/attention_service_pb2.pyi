@@ -12,8 +12,14 @@ class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class KvGroup(_message.Message):
+    __slots__ = ("sliding_window",)
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    sliding_window: int
+    def __init__(self, sliding_window: _Optional[int] = ...) -> None: ...
+
 class DescribeResponse(_message.Message):
-    __slots__ = ("incarnation", "protocol_revision", "model", "numerics_fingerprint", "device", "num_kv_blocks", "kv_block_size", "kv_block_bytes", "num_request_slots", "max_step_tokens", "max_model_len", "colocated")
+    __slots__ = ("incarnation", "protocol_revision", "model", "numerics_fingerprint", "device", "num_kv_blocks", "kv_block_size", "kv_block_bytes", "num_request_slots", "max_step_tokens", "max_model_len", "colocated", "kv_groups")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +32,7 @@ class DescribeResponse(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     COLOCATED_FIELD_NUMBER: _ClassVar[int]
+    KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     protocol_revision: int
     model: _expert_service_pb2.ModelIdentity
@@ -38,7 +45,8 @@ class DescribeResponse(_message.Message):
     max_step_tokens: int
     max_model_len: int
     colocated: bool
-    def __init__(self, incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[_expert_service_pb2.ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., num_request_slots: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., colocated: _Optional[bool] = ...) -> None: ...
+    kv_groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
+    def __init__(self, incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[_expert_service_pb2.ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., num_kv_blocks: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., num_request_slots: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., colocated: _Optional[bool] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
@@ -106,19 +114,29 @@ class NewRequest(_message.Message):
     num_cached: int
     def __init__(self, slot: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingSpec, _Mapping]] = ..., num_cached: _Optional[int] = ...) -> None: ...
 
+class BlockAppend(_message.Message):
+    __slots__ = ("group", "start", "block_ids")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    start: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ScheduledRequest(_message.Message):
-    __slots__ = ("slot", "start", "num_tokens", "new_block_ids", "sample")
+    __slots__ = ("slot", "start", "num_tokens", "new_blocks", "sample")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NEW_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     slot: int
     start: int
     num_tokens: int
-    new_block_ids: _containers.RepeatedScalarFieldContainer[int]
+    new_blocks: _containers.RepeatedCompositeFieldContainer[BlockAppend]
     sample: bool
-    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., new_block_ids: _Optional[_Iterable[int]] = ..., sample: _Optional[bool] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[BlockAppend, _Mapping]]] = ..., sample: _Optional[bool] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("step", "freed_slots", "new_requests", "scheduled", "time_limit_ms", "after_step")

@@ -245,11 +245,13 @@ class AttentionClient:
 
 
 def _capacity(description: pb.DescribeResponse) -> str:
-    tokens = description.num_kv_blocks * description.kv_block_size
+    limits = limits_of(description)
+    needed = limits.kv_groups.sequence_blocks(limits.max_model_len, limits.max_step_tokens)
     size = description.num_kv_blocks * description.kv_block_bytes / 2**20
     return (
-        f"KV cache for {tokens} tokens in {description.num_kv_blocks} blocks ({size:.0f} MiB), "
-        f"{description.num_request_slots} request slots, on {description.device}"
+        f"KV cache for {limits.kv_cache_tokens} tokens, or {limits.num_kv_blocks // needed} "
+        f"sequences of {limits.max_model_len}, in {limits.num_kv_blocks} blocks ({size:.0f} MiB), "
+        f"{limits.num_request_slots} request slots, on {description.device}"
     )
 
 

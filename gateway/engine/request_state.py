@@ -3,6 +3,7 @@
 Owner: the scheduler, in the engine thread.
 
     token_ids         prompt ............ | generated ... |
+    num_committed     ------- KV is there to stay ->
     num_computed      ------- KV is there (or scheduled) -->
     num_placeholders  tokens that steps in flight will append
     num_drafts        tokens that the attention worker proposes to verify after the last one
@@ -13,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.engine.block_hashes import BlockHashes
+from gateway.engine.block_manager import BlockAppend
 from gateway.sequence import GenerationRequest, SamplingParams
 
 
@@ -30,6 +32,7 @@ class RequestState:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed = 0
+        self.num_committed = 0
         self.num_placeholders = 0
         self.num_drafts = 0
         self.slot: int | None = None
@@ -49,6 +52,11 @@ class RequestState:
     def request_id(self) -> str:
         """Id of the request."""
         return self.request.request_id
+
+    @property
+    def in_flight(self) -> bool:
+        """True while a step computes tokens of it."""
+        return self.num_committed < self.num_computed
 
     @property
     def num_generated(self) -> int:
@@ -89,7 +97,7 @@ class ScheduledEntry:
     slot: int
     start: int
     num_tokens: int
-    new_block_ids: tuple[int, ...]
+    new_blocks: tuple[BlockAppend, ...]
     sample: bool
     num_drafts: int = 0
     """The last ones of the tokens, which may turn out to be wrong."""

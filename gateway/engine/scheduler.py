@@ -3,19 +3,24 @@
 Every request has tokens and a count of those computed; a step lets each catch up under a token
 budget: running requests first, then waiting ones, each kind in the order of their turns. A long
 prompt is computed in chunks, small enough to leave every running request its next token and other
-prompts a share. A waiting request is admitted only if all its tokens fit. When KV blocks run out,
-the running request whose turn is last is preempted: its blocks and slot are freed, and it waits to
-be computed again (prompt and generated tokens; the same tokens follow).
+prompts a share. A waiting request is admitted only if all its tokens fit; in KV groups with a
+window, what is behind it needs no room. When KV blocks run out, the running request whose turn is
+last is preempted: its blocks and slot are freed, and it waits to be computed again (prompt and
+generated tokens; the same tokens follow).
 
 A turn is the arrival plus some seconds per level of priority: priorities order what is there now,
 and nobody is overtaken for ever.
 
 `schedule` advances `num_computed` at once and `commit` appends the sampled tokens, so a step may be
-scheduled while another one is in flight (its tokens are placeholders until then).
+scheduled while another one is in flight (its tokens are placeholders until then). Blocks behind a
+window are freed at commit, counted from the committed tokens: steps in flight do not see them, and
+an abandoned step can be scheduled again.
 
 Why it ends: a preemption takes the last turn and only requests that fit into the pool alone are
-taken, so the running request with the first turn always advances; no waiting request is overtaken
-by one with a later turn, so each becomes the first one.
+taken, so the running request with the first turn always advances: alone, it has room for the next
+step once none is in flight, since its committed tokens hold no more than a window then. Until that
+it waits, as does the last one of several, and each step in flight comes back. No waiting request is
+overtaken by one with a later turn, so each becomes the first one.
 
 Owner: the engine thread.
 """
@@ -27,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from expertmesh.errors import RequestError
-from gateway.engine.block_manager import BlockManager
+from gateway.engine.block_manager import BlockAppend, BlockManager
 from gateway.engine.prefix_cache import HashedPrefixCache, NoPrefixCache, PrefixCache
 from gateway.engine.request_state import RequestState, ScheduledEntry, ScheduledStep, SlotOpening
 from gateway.engine.scheduler_limits import SchedulerLimits, SchedulerPolicy
@@ -61,7 +66,7 @@ class Scheduler:
 
     def _use(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.blocks = BlockManager(limits.num_kv_blocks, limits.kv_block_size)
+        self.blocks = BlockManager(limits.num_kv_blocks, limits.kv_groups, limits.max_step_tokens)
         self._prefixes: PrefixCache = (
             HashedPrefixCache() if self._policy.prefix_caching else NoPrefixCache()
         )
@@ -111,10 +116,10 @@ class Scheduler:
             admit: False keeps waiting requests waiting.
         """
         budget = self.limits.max_step_tokens
-        entries, preempted = self._schedule_running(budget)
+        entries, preempted, served = self._schedule_running(budget)
         budget -= sum(entry.num_tokens for entry in entries)
         first: list[ScheduledEntry] = []
-        if admit and not preempted:  # what was just freed is for the requests that needed it
+        if admit and served:  # what is free is for the requests that need it
             first = self._admit(budget)
             entries += first
         if not entries:
@@ -151,11 +156,13 @@ class Scheduler:
             if not entry.current:
                 continue
             tokens = sampled.get(entry.slot, ()) if entry.sample else ()
-            num_committed = _commit_entry(entry, tokens)
-            entry.state.num_drafts = drafts.get(entry.slot, 0) if drafts else 0
+            state, num_committed = entry.state, _commit_entry(entry, tokens)
+            state.num_committed = num_committed
+            state.num_drafts = drafts.get(entry.slot, 0) if drafts else 0
             if entry.sample and not tokens:
-                silent.append(entry.state)
-            self._prefixes.keep(entry.state, num_committed, self.blocks)
+                silent.append(state)
+            self._prefixes.keep(state, num_committed, self.blocks)
+            self.blocks.free_unseen(state.request_id, num_committed)
         return silent
 
     def rewind(self, step: ScheduledStep) -> None:
@@ -171,7 +178,7 @@ class Scheduler:
 
     def distrust(self, state: RequestState) -> None:
         """Lets nobody find what a running request computed or found: it may be damaged."""
-        self.blocks.forget_contents(state.request_id)
+        self._prefixes.forget(state, self.blocks)
 
     def finish(self, request_id: str) -> RequestState | None:
         """Forgets a request and frees what it holds; None if it is unknown."""
@@ -209,12 +216,16 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self.limits.num_request_slots))
         known = [state.request_id for state in (*self.running, *self.waiting)]
         assert sorted(known) == sorted(self._states)
-        tables = [self.blocks.table(state.request_id) for state in self.running]
-        assert len({block for table in tables for block in table}) == self.blocks.num_used
+        held = [self.blocks.held_by(state.request_id) for state in self.running]
+        assert len(set().union(*held)) == self.blocks.num_used
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=_turn)
 
-    def _schedule_running(self, budget: int) -> tuple[list[ScheduledEntry], list[RequestState]]:
+    def _schedule_running(
+        self, budget: int
+    ) -> tuple[list[ScheduledEntry], list[RequestState], bool]:
+        """Work of the running requests, those that were preempted for it, and whether there were
+        blocks for all."""
         entries: list[ScheduledEntry] = []
         preempted: list[RequestState] = []
         index = 0
@@ -225,11 +236,11 @@ class Scheduler:
             if num_tokens > 0:
                 entry = self._compute(state, num_tokens, budget - num_later, preempted)
                 if entry is None:
-                    break  # its turn was the last one: it was preempted itself
+                    return entries, preempted, False
                 entries.append(entry)
                 budget -= entry.num_tokens
             index += 1
-        return entries, preempted
+        return entries, preempted, not preempted
 
     def _chunk(self, state: RequestState, budget: int, num_later: int) -> int:
         """How many known tokens of a request this step computes.
@@ -247,7 +258,8 @@ class Scheduler:
     def _compute(
         self, state: RequestState, num_tokens: int, budget: int, preempted: list[RequestState]
     ) -> ScheduledEntry | None:
-        """Work of a running request, with its drafts if there is room; None if it was preempted."""
+        """Work of a running request, with its drafts if there is room; None if there is none for
+        it, and its turn is the last one."""
         num_drafts = min(
             state.num_drafts, budget - num_tokens, state.room(self.limits.max_model_len) - 1
         )
@@ -261,13 +273,16 @@ class Scheduler:
 
     def _grow_or_preempt(
         self, state: RequestState, num_tokens: int, preempted: list[RequestState]
-    ) -> tuple[int, ...] | None:
-        """Blocks for a running request; None if it was preempted itself."""
+    ) -> tuple[BlockAppend, ...] | None:
+        """Blocks for a running request; None if it must wait for the steps in flight, which may
+        free some of its own, or was preempted itself."""
         while True:
             blocks = self.blocks.grow(state.request_id, num_tokens)
             if blocks is not None:
                 return blocks
             victim = self.running[-1]
+            if victim is state and state.in_flight:
+                return None
             self._preempt(victim)
             preempted.append(victim)
             if victim is state:
@@ -277,37 +292,48 @@ class Scheduler:
         """First work of waiting requests, as many as have room."""
         entries: list[ScheduledEntry] = []
         while self.waiting and self._free_slots and budget > 0:
-            state = self.waiting[0]
-            blocks = self._open(state)
-            if blocks is None:
+            entry = self._open(self.waiting[0], budget)
+            if entry is None:
                 break
-            self.waiting.pop(0)
-            insort(self.running, state, key=_turn)
-            state.slot = self._free_slots.pop()
-            state.life += 1
-            entries.append(_advance(state, self._chunk(state, budget, 0), blocks))
-            budget -= entries[-1].num_tokens
+            entries.append(entry)
+            budget -= entry.num_tokens
         return entries
 
-    def _open(self, state: RequestState) -> tuple[int, ...] | None:
-        """Block table of a request that is to be admitted; None if not all of it fits.
-
-        A block for each running request must stay free: what would be preempted again within a
-        few steps is better not admitted.
-        """
+    def _open(self, state: RequestState, budget: int) -> ScheduledEntry | None:
+        """First work of the request that waits first; None if not all of it fits."""
         found = self._prefixes.find(state, self.blocks)
-        num_tokens = len(state.token_ids)
-        headroom = len(self.running)
-        blocks = self.blocks.open(state.request_id, found, num_tokens, headroom=headroom)
+        num_known = len(state.token_ids)
+        state.num_computed = found.num_blocks * self.blocks.block_size
+        num_tokens = self._chunk(state, budget, 0)
+        end = state.num_computed + num_tokens
+        headroom = self._headroom()
+        blocks = self.blocks.open(state.request_id, found, num_known, end, headroom=headroom)
         if blocks is None:
+            state.num_computed = 0
             return None
-        state.num_computed = len(found) * self.blocks.block_size
-        state.num_kept_blocks = len(found)
+        state.num_committed = state.num_computed
+        state.num_kept_blocks = found.num_blocks
         if state.life == 0:
             state.num_cached_tokens = state.num_computed
-            self.num_prefix_queried += num_tokens
+            self.num_prefix_queried += num_known
             self.num_prefix_hit += state.num_computed
-        return blocks
+        self.waiting.pop(0)
+        insort(self.running, state, key=_turn)
+        state.slot = self._free_slots.pop()
+        state.life += 1
+        return _advance(state, num_tokens, blocks)
+
+    def _headroom(self) -> int:
+        """Blocks that are left to the running requests when one is admitted.
+
+        One in each KV group, and what their prompts still need: what would be preempted again
+        within a few steps is better not admitted.
+        """
+        return self.blocks.groups.num_groups * len(self.running) + sum(
+            self.blocks.num_lacking(state.request_id, len(state.token_ids))
+            for state in self.running
+            if state.num_computed < len(state.token_ids)
+        )
 
     def _preempt(self, state: RequestState) -> None:
         self._release(state)
@@ -321,13 +347,14 @@ class Scheduler:
         self._freed_slots.append(state.slot)
         state.slot = None
         state.num_computed = 0
+        state.num_committed = 0
         state.num_placeholders = 0
         state.num_drafts = 0
         state.num_kept_blocks = 0
 
 
 def _advance(
-    state: RequestState, num_tokens: int, blocks: tuple[int, ...], num_drafts: int = 0
+    state: RequestState, num_tokens: int, blocks: tuple[BlockAppend, ...], num_drafts: int = 0
 ) -> ScheduledEntry:
     """Schedules the next `num_tokens` known tokens of a running request, and drafts after them."""
     assert state.slot is not None

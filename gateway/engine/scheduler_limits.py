@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from expertmesh.errors import ContextLengthError, RequestError
+from expertmesh.kv_groups import KvGroups
 from expertmesh.settings import EngineSettings
 
 
@@ -21,15 +23,25 @@ class SchedulerLimits:
     model_len: int
     """Longest sequence that the model takes, prompt and output together."""
 
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_kv_blocks * self.kv_block_size
+    sliding_windows: tuple[int | None, ...] = (None,)
+    """Per KV group: how many tokens a token sees; None for all."""
 
-    @property
+    @cached_property
+    def kv_groups(self) -> KvGroups:
+        """How sequences are kept in the KV cache."""
+        return KvGroups.of(self.kv_block_size, self.sliding_windows)
+
+    @cached_property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds in all groups. More, if sequences exceed windows."""
+        return self.kv_groups.capacity(self.num_kv_blocks)
+
+    @cached_property
     def max_model_len(self) -> int:
-        """Longest sequence that can be served: of the model and of the KV cache."""
-        return min(self.model_len, self.kv_cache_tokens)
+        """Longest sequence that can be served: of the model, and alone in the KV cache."""
+        return self.kv_groups.longest_sequence(
+            self.num_kv_blocks, self.model_len, self.max_step_tokens
+        )
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raises RequestError for a prompt that can never be served."""

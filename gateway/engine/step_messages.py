@@ -47,6 +47,7 @@ def limits_of(description: pb.DescribeResponse) -> SchedulerLimits:
         num_request_slots=description.num_request_slots,
         max_step_tokens=description.max_step_tokens,
         model_len=description.max_model_len,
+        sliding_windows=tuple(group.sliding_window or None for group in description.kv_groups),
     )
 
 
@@ -125,6 +126,6 @@ def _scheduled(entry: ScheduledEntry) -> pb.ScheduledRequest:
         slot=entry.slot,
         start=entry.start,
         num_tokens=entry.num_tokens,
-        new_block_ids=entry.new_block_ids,
+        new_blocks=[pb.BlockAppend(**append._asdict()) for append in entry.new_blocks],
         sample=entry.sample,
     )

@@ -22,6 +22,7 @@ from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.loader import load_model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
+from attention_worker.model_states.paged_kv import PagedKvState
 from expert_worker.backend import ExpertBackend
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
@@ -54,10 +55,11 @@ def make_runner(
     checkpoint = Checkpoint.open(model_dir)
     cpu = torch.device("cpu")
     model = load_model(checkpoint, TORCH_DTYPES[dtype], cpu, max_model_len)
+    kv = PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, cpu)
     return ModelRunner(
         model,
         experts or local_experts(checkpoint, dtype),
-        PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, cpu),
+        PagedKvState(kv, num_slots, max_model_len),
         RunnerLimits(
             num_request_slots=num_slots,
             max_step_tokens=1024,
@@ -79,7 +81,10 @@ class DrivenRequest:
     slot: int = -1
     tokens: list[int] = field(default_factory=list)
     """Prompt and output."""
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """Blocks per KV group."""
+    num_freed: list[int] = field(default_factory=list)
+    """Leading blocks of each table that were given back, since no later token sees them."""
     num_computed: int = 0
     num_drafts: int = 0
     """Tokens that the runner proposes to verify."""
@@ -125,7 +130,7 @@ class RunnerDriver:
         self.step_number = 0
         self._free_slots = list(range(runner.limits.num_request_slots))
         # Taken from the end, so that blocks descend: their order in the pool must not matter.
-        self._free_blocks = list(range(runner.kv.num_blocks))
+        self._free_blocks = list(range(runner.state.kv.num_blocks))
         self._freed: list[int] = []
         self._logits: defaultdict[int, list[npt.NDArray[np.float32]]] = defaultdict(list)
         runner.on_logits = self._keep_logits
@@ -186,6 +191,8 @@ class RunnerDriver:
     def _schedule(self, step: pb.StepRequest, request: DrivenRequest, num_tokens: int) -> None:
         if not request.known:
             request.known = True
+            request.tables = [[] for _ in self.runner.state.kv.sliding_windows]
+            request.num_freed = [0] * len(request.tables)
             step.new_requests.add(
                 slot=request.slot,
                 token_ids=np.array(request.tokens, "<i4").tobytes(),
@@ -193,16 +200,18 @@ class RunnerDriver:
                 sampling=request.sampling,
             )
         end = request.num_computed + num_tokens
-        num_blocks = -(-end // self.runner.kv.block_size) - len(request.blocks)
-        new_blocks = [self._free_blocks.pop() for _ in range(num_blocks)]
-        request.blocks.extend(new_blocks)
-        step.scheduled.add(
+        work = step.scheduled.add(
             slot=request.slot,
             start=request.num_computed,
             num_tokens=num_tokens,
-            new_block_ids=new_blocks,
             sample=end >= len(request.tokens),
         )
+        num_blocks = -(-end // self.runner.state.kv.block_size)
+        for group, table in enumerate(request.tables):
+            new_blocks = [self._free_blocks.pop() for _ in range(num_blocks - len(table))]
+            if new_blocks:
+                work.new_blocks.add(group=group, start=len(table), block_ids=new_blocks)
+            table.extend(new_blocks)
 
     def _commit(self, step: pb.StepRequest, response: pb.StepResponse) -> None:
         by_slot = {request.slot: request for request in self.running}
@@ -213,6 +222,7 @@ class RunnerDriver:
             num_accepted = max(0, num_sampled[work.slot] - 1)
             request.num_computed += work.num_tokens - num_drafts + num_accepted
             request.num_drafts = 0
+            self._free_unseen(request)
         for drafts in response.drafts:
             by_slot[drafts.slot].num_drafts = drafts.num_drafts
         for logprobs in response.prompt_logprobs:
@@ -231,8 +241,18 @@ class RunnerDriver:
         self.running.remove(request)
         self._freed.append(request.slot)
         self._free_slots.append(request.slot)
-        self._free_blocks.extend(request.blocks)
-        request.blocks = []
+        for table, num_freed in zip(request.tables, request.num_freed, strict=True):
+            self._free_blocks.extend(table[num_freed:])
+        request.tables, request.num_freed = [], []
+
+    def _free_unseen(self, request: DrivenRequest) -> None:
+        """Gives back, to be taken next, the blocks behind the windows of the next token."""
+        kv = self.runner.state.kv
+        for group, window in enumerate(kv.sliding_windows):
+            first = 0 if window is None else max(0, request.num_computed - window + 1)
+            unseen = request.tables[group][request.num_freed[group] : first // kv.block_size]
+            request.num_freed[group] += len(unseen)
+            self._free_blocks.extend(unseen)
 
     def _keep_logits(self, slots_R: npt.NDArray[np.int64], logits_RV: Tensor) -> None:
         self._logits.clear()

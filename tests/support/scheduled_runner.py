@@ -27,12 +27,14 @@ class ScheduledRunner:
     """
 
     def __init__(self, runner: ModelRunner, *, prefix_caching: bool = True) -> None:
+        kv = runner.state.kv
         limits = SchedulerLimits(
-            num_kv_blocks=runner.kv.num_blocks,
-            kv_block_size=runner.kv.block_size,
+            num_kv_blocks=kv.num_blocks,
+            kv_block_size=kv.block_size,
             num_request_slots=runner.limits.num_request_slots,
             max_step_tokens=64,
             model_len=runner.model.max_model_len,
+            sliding_windows=kv.sliding_windows,
         )
         self.scheduler = Scheduler(limits, SchedulerPolicy(prefix_caching))
         self.num_preemptions = 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,7 +39,8 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 class _Slot:
     token_ids: list[int]
     num_computed: int
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int | None]]
+    """Block table per KV group; None for what was skipped."""
     num_drafts: int = 0
     """Proposed after the last token."""
     ended: bool = False
@@ -55,8 +56,8 @@ class StrictAttention:
         self.num_computed_tokens = 0
         self.num_openings = 0
         self.num_cached_tokens = 0
-        self.contents: dict[int, tuple[int, ...]] = {}
-        """KV block to the sequence up to its last token that was written."""
+        self.contents: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """KV block to its group, and the sequence up to its last token that was written."""
         self.num_drafts_of: Callable[[Sequence[int]], int] = lambda token_ids: 0
         """How many tokens are proposed after these."""
         self.drafts_hold: Callable[[Sequence[int]], int] = lambda token_ids: 0
@@ -122,13 +123,24 @@ class StrictAttention:
             response.drafts.add(slot=work.slot, num_drafts=slot.num_drafts)
 
     def _write(self, slot: _Slot, start: int, end: int) -> None:
-        """Keys and values of [start, end), after those that must be there already."""
+        """Keys and values of [start, end); those that the first token sees must be there."""
         size = self.limits.kv_block_size
-        if start:
-            block = slot.blocks[(start - 1) // size]
-            assert self.contents[block] == tuple(slot.token_ids[:start]), "KV of another prefix"
-        for position in range(start, end):
-            self.contents[slot.blocks[position // size]] = tuple(slot.token_ids[: position + 1])
+        for group, table in enumerate(slot.tables):
+            for index in range(self._first_seen(group, start), -(-start // size)):
+                known = tuple(slot.token_ids[: min((index + 1) * size, start)])
+                block = table[index]
+                assert block is not None, "KV is seen, but has no block"
+                assert self.contents[block] == (group, known), "KV of another prefix"
+            for position in range(start, end):
+                block = table[position // size]
+                assert block is not None, "KV is written, but has no block"
+                self.contents[block] = (group, tuple(slot.token_ids[: position + 1]))
+
+    def _first_seen(self, group: int, position: int) -> int:
+        """Index of the first block that the token at a position sees."""
+        window = self.limits.sliding_windows[group]
+        first = 0 if window is None else max(0, position - window + 1)
+        return first // self.limits.kv_block_size
 
     def apply_deltas(self, step: pb.StepRequest) -> None:
         """Slots and blocks of a step, and all checks."""
@@ -142,22 +154,44 @@ class StrictAttention:
         slots = Counter(work.slot for work in step.scheduled)
         assert all(count == 1 for count in slots.values()), "a slot is scheduled twice"
         for work in step.scheduled:
-            self.slots[work.slot].blocks.extend(work.new_block_ids)
+            groups = Counter(append.group for append in work.new_blocks)
+            assert all(count == 1 for count in groups.values()), "a group is extended twice"
+            for append in work.new_blocks:
+                self._append(self.slots[work.slot], append)
         self._check_sharing()
 
+    def _append(self, slot: _Slot, append: pb.BlockAppend) -> None:
+        table = slot.tables[append.group]
+        num_skipped = append.start - len(table)
+        assert append.block_ids, "an append without blocks"
+        assert num_skipped >= 0, "a block is replaced"
+        assert not num_skipped or not table, "blocks are skipped within a table"
+        assert num_skipped <= self._first_seen(append.group, slot.num_computed), "KV is missing"
+        table += [None] * num_skipped + list(append.block_ids)
+
     def _check_sharing(self) -> None:
-        """A block is in two tables only if both have computed the same tokens up to its end."""
+        """A block that the next token of two requests sees is of one group, and both have computed
+        the same tokens up to its end."""
         size = self.limits.kv_block_size
-        sequences: dict[int, tuple[int, ...]] = {}
+        sequences: dict[int, tuple[int, tuple[int, ...]]] = {}
         for slot in self.slots.values():
-            assert len(set(slot.blocks)) == len(slot.blocks), "a block is twice in a table"
-            for index, block in enumerate(slot.blocks):
+            seen = list(self._seen_blocks(slot))
+            assert len({block for _, _, block in seen}) == len(seen), "a block is twice in tables"
+            for group, index, block in seen:
                 assert 0 <= block < self.limits.num_kv_blocks
-                own = tuple(slot.token_ids[: (index + 1) * size])
+                own = (group, tuple(slot.token_ids[: (index + 1) * size]))
                 other = sequences.setdefault(block, own)
                 shared = other is not own
-                full = len(own) == (index + 1) * size and slot.num_computed >= len(own)
+                full = len(own[1]) == (index + 1) * size and slot.num_computed >= len(own[1])
                 assert not shared or (full and own == other), "a block is in two tables"
+
+    def _seen_blocks(self, slot: _Slot) -> Iterator[tuple[int, int, int]]:
+        """Group, index and id of the blocks that the next token to compute sees, or later ones."""
+        for group, table in enumerate(slot.tables):
+            for index in range(self._first_seen(group, slot.num_computed), len(table)):
+                block = table[index]
+                assert block is not None, "KV is seen, but has no block"
+                yield group, index, block
 
     def _open(self, new: pb.NewRequest) -> None:
         assert new.slot not in self.slots, f"slot {new.slot} is in use"
@@ -167,7 +201,8 @@ class StrictAttention:
         assert new.num_cached < len(token_ids), "the last token is computed"
         self.num_openings += 1
         self.num_cached_tokens += new.num_cached
-        self.slots[new.slot] = _Slot(token_ids, new.num_cached)
+        tables: list[list[int | None]] = [[] for _ in self.limits.sliding_windows]
+        self.slots[new.slot] = _Slot(token_ids, new.num_cached, tables)
 
     def _check_work(self, work: pb.ScheduledRequest) -> None:
         slot = self.slots[work.slot]
@@ -178,7 +213,8 @@ class StrictAttention:
         assert end <= known + slot.num_drafts, "only known and proposed tokens are computed"
         assert work.sample == (end >= known), "a token is sampled after the last one"
         assert end < self.limits.max_model_len, "there is room for the sampled token"
-        assert end <= len(slot.blocks) * self.limits.kv_block_size, "every token has a KV block"
+        num_blocks = min(len(table) for table in slot.tables)
+        assert end <= num_blocks * self.limits.kv_block_size, "every token has a KV block"
 
 
 class ScriptedPort:

@@ -55,7 +55,12 @@ def test_worker_serves_until_it_is_told_to_stop(models: Models, tmp_path: Path) 
                     )
                 ],
                 scheduled=[
-                    pb.ScheduledRequest(slot=2, num_tokens=2, new_block_ids=[99], sample=True)
+                    pb.ScheduledRequest(
+                        slot=2,
+                        num_tokens=2,
+                        new_blocks=[pb.BlockAppend(block_ids=[99])],
+                        sample=True,
+                    )
                 ],
             )
             (answer,) = stub.Run(iter([pb.RunRequest(step=step)]), timeout=DEADLINE_S)

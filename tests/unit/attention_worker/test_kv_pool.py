@@ -13,7 +13,6 @@ from attention_worker.kv_cache import (
     PagedKvCache,
     available_memory,
     choose_num_kv_blocks,
-    kv_block_bytes,
 )
 from attention_worker.model_states.paged_kv import PagedKvState
 from expertmesh.errors import SettingsError
@@ -30,15 +29,20 @@ CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 
 
-def _config(num_layers: int = 2) -> ModelConfig:
-    attention = GqaConfig(
-        num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(10_000.0, 8), scale=8**-0.5
+def _config(*windows: int | None) -> ModelConfig:
+    """Two layers, or one for each sliding window."""
+    layers = tuple(
+        LayerConfig(
+            GqaConfig(4, 2, 8, RopeConfig(10_000.0, 8), scale=8**-0.5, sliding_window=window),
+            DenseFfnConfig(16),
+        )
+        for window in windows or (None, None)
     )
     return ModelConfig(
         family="llama",
         vocab_size=10,
         hidden_size=32,
-        layers=(LayerConfig(attention, DenseFfnConfig(16)),) * num_layers,
+        layers=layers,
         norm=NormConfig(1e-5),
         max_position_embeddings=64,
         tie_word_embeddings=False,
@@ -48,7 +52,7 @@ def _config(num_layers: int = 2) -> ModelConfig:
 
 def _settings(**changes: int | float | None) -> KvPoolSettings:
     values: dict[str, int | float | None] = {"block_size": 4, "max_num_seqs": 3}
-    values |= {"max_model_len": 10} | changes
+    values |= {"max_model_len": 10, "max_step_tokens": 4} | changes
     return KvPoolSettings(**values)  # type: ignore[arg-type]
 
 
@@ -58,10 +62,9 @@ def _state(num_blocks: int = 8) -> PagedKvState:
 
 def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
     """2 layers x keys and values x 2 heads x 8 x 4 tokens x 2 bytes."""
-    assert kv_block_bytes(_config(), 4, BF16) == 512
     kv = PagedKvCache(_config(), 5, 4, BF16, CPU)
     assert kv.block_bytes == 512
-    assert kv.pool.shape == (5, 256)
+    assert kv.pool.shape == (6, 256), "one more than asked for: the null block"
     assert [(layer.offset, layer.elements) for layer in kv.layers] == [(0, 128), (128, 128)]
 
 
@@ -99,26 +102,55 @@ def test_available_memory_is_within_the_machine() -> None:
     assert 0 < available_memory(CPU) <= total_kib * 1024
 
 
+def test_layers_of_a_group_share_a_block() -> None:
+    """Groups of two layers each: a block has the keys and values of two."""
+    kv = PagedKvCache(_config(None, 6, None, 6), 5, 4, BF16, CPU)
+    assert kv.block_bytes == 512
+    assert kv.sliding_windows == (None, 6)
+    assert kv.group_of_layer == (0, 1, 0, 1)
+    assert [layer.offset for layer in kv.layers] == [0, 0, 128, 128]
+
+
+def test_a_window_needs_no_room_for_what_is_behind_it() -> None:
+    """Sequences of 40 tokens have 10 blocks where all is seen. With a window of 6 and steps of 4
+    it is 9 tokens at a time, in 3 or 4 blocks as they happen to lie."""
+    windowed = _settings(max_model_len=40)
+    assert choose_num_kv_blocks(_config(6), windowed, BF16, 2**30) == 3 * 3
+    assert choose_num_kv_blocks(_config(None, 6), windowed, BF16, 2**30) == 3 * (10 + 3)
+    larger_steps = _settings(max_model_len=40, max_step_tokens=6)
+    assert choose_num_kv_blocks(_config(6), larger_steps, BF16, 2**30) == 3 * 4
+
+
+def test_asked_for_tokens_are_given_in_every_group() -> None:
+    """They may all be of sequences that are within the window."""
+    settings = _settings(cache_tokens=64)
+    assert choose_num_kv_blocks(_config(None, 6), settings, BF16, 2**30) == 2 * 16
+    with pytest.raises(SettingsError, match=r"room for 8 tokens .*128 bytes per token.*len=10"):
+        choose_num_kv_blocks(_config(None, 6), _settings(cache_tokens=8), BF16, 2**30)
+
+
 def test_tables_grow_and_place_rows() -> None:
     """Rows find their own place in the block that holds their position."""
     state = _state()
-    state.append_blocks(2, np.array([7, 0]))
-    state.append_blocks(2, np.array([3]))
-    state.append_blocks(0, np.array([5]))
+    state.append_blocks(2, 0, 0, np.array([7, 0]))
+    state.append_blocks(2, 0, 2, np.array([3]))
+    state.append_blocks(0, 0, 0, np.array([5]))
     inputs = state.prepare(
         np.array([2, 0]), np.array([0, 0, 1], np.int32), np.array([3, 9, 2], np.int32)
     )
-    assert inputs.kv_slots_T.tolist() == [7 * 4 + 3, 3 * 4 + 1, 5 * 4 + 2]
-    assert inputs.block_tables_SB[0].tolist() == [7, 0, 3]
-    assert inputs.block_tables_SB[1, 0] == 5
+    layer = inputs.of_layer(1)
+    assert layer.cache is state.kv.layers[1]
+    assert layer.kv_slots_T.tolist() == [7 * 4 + 3, 3 * 4 + 1, 5 * 4 + 2]
+    assert layer.block_tables_SB[0].tolist() == [7, 0, 3]
+    assert layer.block_tables_SB[1, 0] == 5
 
 
 def test_repeated_append_changes_nothing() -> None:
     """A retried delta is taken as what it is."""
     state = _state()
-    state.append_blocks(0, np.array([1, 2]))
-    state.append_blocks(0, np.array([2]))
-    state.append_blocks(0, np.array([1, 2]))
+    state.append_blocks(0, 0, 0, np.array([1, 2]))
+    state.append_blocks(0, 0, 1, np.array([2]))
+    state.append_blocks(0, 0, 0, np.array([1, 2]))
     assert state.block_table(0).tolist() == [1, 2]
 
 
@@ -134,7 +166,7 @@ def test_repeated_append_changes_nothing() -> None:
 def test_impossible_blocks_are_refused(block_ids: list[int], message: str) -> None:
     """The message names slot, value and limit; the table stays."""
     state = _state()
-    state.append_blocks(1, np.array([0, 1]))
+    state.append_blocks(1, 0, 0, np.array([0, 1]))
     with pytest.raises(ValueError, match=message):
-        state.append_blocks(1, np.array(block_ids))
+        state.append_blocks(1, 0, 2, np.array(block_ids))
     assert state.block_table(1).tolist() == [0, 1]

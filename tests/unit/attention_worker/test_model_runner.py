@@ -152,7 +152,13 @@ def test_a_step_sent_ahead_leaves_out_who_got_no_token(models: Models) -> None:
     again = pb.NewRequest(
         slot=bad.slot, token_ids=np.array([5, 6, 7], "<i4").tobytes(), num_prompt_tokens=3
     )
-    work = pb.ScheduledRequest(slot=bad.slot, start=0, num_tokens=3, sample=True, new_block_ids=[9])
+    work = pb.ScheduledRequest(
+        slot=bad.slot,
+        start=0,
+        num_tokens=3,
+        sample=True,
+        new_blocks=[pb.BlockAppend(block_ids=[9])],
+    )
     reused = pb.StepRequest(step=3, freed_slots=[bad.slot], new_requests=[again], scheduled=[work])
     assert [token.token_id for token in runner.execute(reused).sampled] == expected.output[:1]
 
@@ -224,7 +230,7 @@ def test_warm_up_leaves_no_trace(models: Models, shape: object) -> None:
     plain = RunnerDriver(make_runner(model_dir))
     expected = plain.submit(PROMPT, 4)
     plain.run()
-    warm_up(runner.model, runner.kv)
+    warm_up(runner.model, runner.state.kv)
     driver = RunnerDriver(runner)
     request = driver.submit(PROMPT, 4)
     driver.run()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention_worker.batch import Schedule
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.request_slots import RequestSlots
@@ -17,18 +18,28 @@ from expertmesh.model_config import (
     GqaConfig,
     LayerConfig,
     ModelConfig,
+    NormConfig,
     RopeConfig,
 )
 from expertmesh.v1 import attention_service_pb2 as pb
 
 
 class Tables:
-    """Four slots, sixteen blocks of four tokens, sequences of at most 20 tokens."""
+    """Four slots, sixteen blocks of four tokens, sequences of at most 20 tokens.
 
-    def __init__(self) -> None:
-        attention = GqaConfig(1, 1, 2, RopeConfig(1e4, 2), scale=1.0)
-        layers = (LayerConfig(attention, DenseFfnConfig(2)),)
-        config = ModelConfig("llama", 10, 2, layers, 1e-5, 20, False, "float32")
+    Args:
+        windows: Sliding window of each layer.
+    """
+
+    def __init__(self, *windows: int | None) -> None:
+        layers = tuple(
+            LayerConfig(
+                GqaConfig(1, 1, 2, RopeConfig(1e4, 2), scale=1.0, sliding_window=window),
+                DenseFfnConfig(2),
+            )
+            for window in windows
+        )
+        config = ModelConfig("llama", 10, 2, layers, NormConfig(1e-5), 20, False, "float32")
         kv = PagedKvCache(config, 16, 4, torch.float32, torch.device("cpu"))
         self.slots = RequestSlots(4, 20)
         self.state = PagedKvState(kv, 4, 20)
@@ -49,12 +60,17 @@ def _work(slot: int, start: int, num: int, **fields: object) -> pb.ScheduledRequ
     return pb.ScheduledRequest(slot=slot, start=start, num_tokens=num, **fields)  # type: ignore[arg-type]
 
 
+def _blocks(*block_ids: int, group: int = 0, start: int = 0) -> pb.BlockAppend:
+    return pb.BlockAppend(group=group, start=start, block_ids=block_ids)
+
+
 @pytest.fixture
 def tables() -> Tables:
     """Slot 1 holds a request of 6 tokens with two blocks."""
-    tables = Tables()
+    tables = Tables(None)
     step = pb.StepRequest(
-        new_requests=[_new(1, 6)], scheduled=[_work(1, 0, 6, new_block_ids=[3, 9], sample=True)]
+        new_requests=[_new(1, 6)],
+        scheduled=[_work(1, 0, 6, new_blocks=[_blocks(3, 9)], sample=True)],
     )
     tables.deltas.apply(step)
     return tables
@@ -64,7 +80,7 @@ def test_schedule_carries_the_work(tables: Tables) -> None:
     """Arrays have one entry per scheduled request, in order."""
     step = pb.StepRequest(
         new_requests=[_new(2, 5)],
-        scheduled=[_work(2, 0, 3, new_block_ids=[0]), _work(1, 0, 6, sample=True)],
+        scheduled=[_work(2, 0, 3, new_blocks=[_blocks(0)]), _work(1, 0, 6, sample=True)],
     )
     schedule = tables.deltas.apply(step)
     assert schedule.slots_S.tolist() == [2, 1]
@@ -77,7 +93,7 @@ def test_schedule_carries_the_work(tables: Tables) -> None:
 def test_repeated_new_request_starts_the_slot_afresh(tables: Tables) -> None:
     """The same request, not started yet, may be sent again with other blocks."""
     step = pb.StepRequest(
-        new_requests=[_new(1, 6)], scheduled=[_work(1, 0, 6, new_block_ids=[7, 8])]
+        new_requests=[_new(1, 6)], scheduled=[_work(1, 0, 6, new_blocks=[_blocks(7, 8)])]
     )
     tables.deltas.apply(step)
     assert tables.state.block_table(1).tolist() == [7, 8]
@@ -86,7 +102,9 @@ def test_repeated_new_request_starts_the_slot_afresh(tables: Tables) -> None:
 def test_freed_slot_can_be_taken_in_the_same_step(tables: Tables) -> None:
     """Freed slots go first; a slot that is free already stays free."""
     step = pb.StepRequest(
-        freed_slots=[1, 3], new_requests=[_new(1, 2)], scheduled=[_work(1, 0, 2, new_block_ids=[0])]
+        freed_slots=[1, 3],
+        new_requests=[_new(1, 2)],
+        scheduled=[_work(1, 0, 2, new_blocks=[_blocks(0)])],
     )
     tables.deltas.apply(step)
     assert tables.slots.length_S[1] == 2
@@ -97,7 +115,7 @@ def test_recomputed_request_has_a_prompt_and_more(tables: Tables) -> None:
     """Tokens generated before a preemption come with the request."""
     step = pb.StepRequest(
         new_requests=[_new(0, 7, num_prompt_tokens=3)],
-        scheduled=[_work(0, 0, 7, new_block_ids=[0, 1])],
+        scheduled=[_work(0, 0, 7, new_blocks=[_blocks(0, 1)])],
     )
     tables.deltas.apply(step)
     assert tables.slots.num_prompt_S[0] == 3
@@ -166,15 +184,43 @@ MALFORMED: list[tuple[str, Callable[[], pb.StepRequest], str]] = [
     ),
     (
         "block id",
-        lambda: pb.StepRequest(scheduled=[_work(1, 0, 6, new_block_ids=[16])]),
+        lambda: pb.StepRequest(scheduled=[_work(1, 0, 6, new_blocks=[_blocks(16)])]),
         "slot 1: KV block 16 is out of range: the pool has 16",
+    ),
+    (
+        "group",
+        lambda: pb.StepRequest(scheduled=[_work(1, 0, 6, new_blocks=[_blocks(5, group=1)])]),
+        "slot 1: KV group 1 is out of range: there are 1",
+    ),
+    (
+        "replaced block",
+        lambda: pb.StepRequest(scheduled=[_work(1, 0, 6, new_blocks=[_blocks(5, start=1)])]),
+        "slot 1: KV blocks start at 1, but the table has 2 and may lack 0",
+    ),
+    (
+        "gap",
+        lambda: pb.StepRequest(scheduled=[_work(1, 0, 6, new_blocks=[_blocks(5, start=3)])]),
+        "slot 1: KV blocks start at 3, but the table has 2 and may lack 0",
+    ),
+    (
+        "gap in front",
+        lambda: pb.StepRequest(
+            new_requests=[_new(0, 9, num_cached=8)],
+            scheduled=[_work(0, 8, 1, new_blocks=[_blocks(5, start=2)])],
+        ),
+        "slot 0: KV blocks start at 2, but the table has 0 and may lack 0",
+    ),
+    (
+        "repeated block",
+        lambda: pb.StepRequest(scheduled=[_work(1, 0, 6, new_blocks=[_blocks(9, start=2)])]),
+        r"slot 1: KV blocks \[9\] repeat a block",
     ),
     (
         "few blocks",
         lambda: pb.StepRequest(
-            new_requests=[_new(0, 5)], scheduled=[_work(0, 0, 5, new_block_ids=[0])]
+            new_requests=[_new(0, 5)], scheduled=[_work(0, 0, 5, new_blocks=[_blocks(0)])]
         ),
-        "slot 0: tokens end at 5, but its table has 1 KV blocks",
+        "slot 0: tokens end at 5, but its KV blocks hold 4",
     ),
     (
         "too much",
@@ -206,3 +252,112 @@ def test_malformed_steps_name_slot_and_value(
         tables.deltas.apply(make_step())
     schedule = tables.deltas.apply(pb.StepRequest(scheduled=[_work(1, 0, 6, sample=True)]))
     assert schedule.num_tokens_S.tolist() == [6]
+
+
+WINDOW = 6
+
+
+def _windowed() -> Tables:
+    """Two KV groups: one sees all, one sees six tokens. Slot 1 holds ten tokens, computed."""
+    tables = Tables(None, WINDOW)
+    appends = [_blocks(0, 1, 2), _blocks(3, 4, 5, group=1)]
+    step = pb.StepRequest(
+        new_requests=[_new(1, 10)], scheduled=[_work(1, 0, 10, new_blocks=appends, sample=True)]
+    )
+    _commit(tables, tables.deltas.apply(step))
+    return tables
+
+
+def _commit(tables: Tables, schedule: Schedule) -> None:
+    """As after a step; each slot gets a token."""
+    tables.slots.commit_computed(schedule.slots_S, schedule.num_tokens_S)
+    tables.state.commit(schedule.slots_S, schedule.num_tokens_S)
+    slots_S = schedule.slots_S
+    tables.slots.commit_sampled(slots_S, tables.slots.length_S[slots_S], slots_S)
+
+
+def test_each_group_has_its_table() -> None:
+    """A layer finds the blocks of its own group, and rows their places in them."""
+    tables = _windowed()
+    inputs = tables.state.prepare(np.array([1]), np.array([0], np.int32), np.array([9], np.int32))
+    assert [inputs.of_layer(i).block_tables_SB.tolist() for i in (0, 1)] == [
+        [[0, 1, 2]],
+        [[3, 4, 5]],
+    ]
+    assert [inputs.of_layer(i).kv_slots_T.tolist() for i in (0, 1)] == [[2 * 4 + 1], [5 * 4 + 1]]
+
+
+def test_blocks_behind_the_window_may_come_again() -> None:
+    """The token at 10 sees 5 ... 10: block 3 was freed without a word, and is new for any group;
+    blocks that are seen are not."""
+    for group, start in ((0, 3), (1, 3)):
+        tables = _windowed()
+        tables.deltas.apply(
+            pb.StepRequest(
+                scheduled=[_work(1, 10, 1, new_blocks=[_blocks(3, group=group, start=start)])]
+            )
+        )
+        assert tables.state.block_table(1, group)[start] == 3
+    for seen in (4, 5, 0, 1, 2):
+        tables = _windowed()
+        step = pb.StepRequest(scheduled=[_work(1, 10, 1, new_blocks=[_blocks(seen, start=3)])])
+        with pytest.raises(MalformedStepError, match=f"KV blocks \\[{seen}\\] repeat a block"):
+            tables.deltas.apply(step)
+
+
+def test_a_window_counts_from_committed_tokens() -> None:
+    """While a step may be abandoned, all that it saw stays."""
+    tables = Tables(WINDOW)
+    blocks = [_blocks(0, 1, 2)]
+    step = pb.StepRequest(
+        new_requests=[_new(1, 10)], scheduled=[_work(1, 0, 10, new_blocks=blocks)]
+    )
+    tables.deltas.apply(step)
+    again = pb.StepRequest(scheduled=[_work(1, 0, 10, new_blocks=[_blocks(0, start=3)])])
+    with pytest.raises(MalformedStepError, match="repeat a block"):
+        tables.deltas.apply(again)
+
+
+def test_a_found_prefix_may_lack_what_is_not_seen() -> None:
+    """Of 16 cached tokens a window of six sees 11 ... 15: blocks 0 and 1 may be missing, no more,
+    and only at the beginning."""
+
+    def apply(*windowed: pb.BlockAppend) -> Tables:
+        tables = Tables(None, WINDOW)
+        new_blocks = [_blocks(0, 1, 2, 3, 4), *windowed]
+        tables.deltas.apply(
+            pb.StepRequest(
+                new_requests=[_new(2, 18, num_cached=16)],
+                scheduled=[_work(2, 16, 2, new_blocks=new_blocks)],
+            )
+        )
+        return tables
+
+    tables = apply(_blocks(9, 8, 7, group=1, start=2))
+    null = tables.state.kv.null_block
+    assert tables.state.block_table(2, 1).tolist() == [null, null, 9, 8, 7]
+    assert tables.state.block_table(2).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(MalformedStepError, match="start at 3, but the table has 0 and may lack 2"):
+        apply(_blocks(9, 8, group=1, start=3))
+    with pytest.raises(MalformedStepError, match="start at 4, but the table has 3 and may lack 0"):
+        apply(_blocks(9, group=1, start=2), _blocks(7, group=1, start=4))
+
+
+def test_every_group_needs_blocks() -> None:
+    """Tokens without a block in one of the groups are refused."""
+    tables = _windowed()
+    step = pb.StepRequest(scheduled=[_work(1, 10, 1, new_blocks=[_blocks(6, start=3)])])
+    tables.deltas.apply(step)
+    tables.slots.commit_computed(np.array([1]), np.array([2]))
+    tables.slots.length_S[1] = 13
+    with pytest.raises(MalformedStepError, match="tokens end at 13, but its KV blocks hold 12"):
+        tables.deltas.apply(pb.StepRequest(scheduled=[_work(1, 12, 1)]))
+
+
+def test_a_repeated_append_is_harmless_in_each_group() -> None:
+    """As a retry of an abandoned step may send it."""
+    tables = _windowed()
+    before = [tables.state.block_table(1, group).tolist() for group in (0, 1)]
+    appends = [_blocks(1, 2, start=1), _blocks(3, 4, 5, group=1)]
+    tables.deltas.apply(pb.StepRequest(scheduled=[_work(1, 10, 1, new_blocks=appends)]))
+    assert [tables.state.block_table(1, group).tolist() for group in (0, 1)] == before

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertmesh.errors import ContextLengthError, RequestError
+from gateway.engine.block_manager import BlockAppend
 from gateway.engine.request_state import RequestState
 from gateway.engine.scheduler import Scheduler
 from gateway.engine.scheduler_limits import SchedulerLimits
 from gateway.engine.step_messages import step_message
 from gateway.sequence import GenerationRequest, SamplingParams
+from tests.support.kv_checks import check_seen_tokens
 from tests.support.strict_attention import StrictAttention, continuation
 
 LIMITS = SchedulerLimits(
@@ -58,6 +60,7 @@ class Simulation:
             for state in list(self.scheduler.running):
                 self._end_if_due(state)
         self.scheduler.check_integrity()
+        check_seen_tokens(self.scheduler)
         return step.num_tokens
 
     def _end_if_due(self, state: RequestState) -> None:
@@ -101,9 +104,9 @@ def test_deltas_are_sent_once() -> None:
     second = scheduler.schedule()
     assert second is not None
     assert [opening.slot for opening in first.opened] == [0]
-    assert first.entries[0].new_block_ids == (0,)
+    assert first.entries[0].new_blocks == (BlockAppend(0, 0, (0,)),)
     assert second.opened == ()
-    assert second.entries[0].new_block_ids == (1,)
+    assert second.entries[0].new_blocks == (BlockAppend(0, 1, (1,)),)
 
 
 def test_a_prompt_waits_until_all_of_it_fits() -> None:
@@ -236,12 +239,14 @@ def test_reset_keeps_waiting_requests() -> None:
 
 requests = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=12)
 pools = st.builds(
-    SchedulerLimits,
-    num_kv_blocks=st.integers(6, 14),
-    kv_block_size=st.just(4),
-    num_request_slots=st.integers(1, 5),
-    max_step_tokens=st.integers(1, 24),
+    lambda blocks, slots, step_tokens, model_len, windows: SchedulerLimits(
+        blocks * len(windows), 4, slots, step_tokens, model_len, windows
+    ),
+    blocks=st.integers(6, 14),
+    slots=st.integers(1, 5),
+    step_tokens=st.integers(1, 24),
     model_len=st.integers(24, 40),
+    windows=st.sampled_from([(None,), (None,), (1,), (6,), (None, 5), (None, 14, 3)]),
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,6 +27,7 @@ from gateway.engine.scheduler import Scheduler
 from gateway.engine.scheduler_limits import SchedulerLimits, SchedulerPolicy
 from gateway.engine.step_messages import step_message
 from gateway.sequence import GenerationRequest, SamplingParams
+from tests.support.kv_checks import check_seen_tokens
 from tests.support.strict_attention import StrictAttention, continuation
 
 _STEMS = (tuple(range(5, 29)), tuple(range(40, 64)), (5, 6, 7, 8, 9, 10, 11, 12, *range(70, 86)))
@@ -34,14 +35,18 @@ _STEMS = (tuple(range(5, 29)), tuple(range(40, 64)), (5, 6, 7, 8, 9, 10, 11, 12,
 _MOST_STEPS_TO_END = 4000
 
 limits_of_pools = st.builds(
-    lambda blocks, slots, spare: SchedulerLimits(
-        num_kv_blocks=blocks,
+    lambda blocks, slots, spare, windows: SchedulerLimits(
+        num_kv_blocks=blocks * len(windows),
         kv_block_size=4,
         num_request_slots=slots,
         max_step_tokens=slots + spare,
         model_len=40,
+        sliding_windows=windows,
     ),
     blocks=st.integers(6, 16),
+    windows=st.sampled_from(
+        [(None,), (None,), (7,), (None, 1), (None, 9), (12, 5), (None, 13, 6), (None, None, 2)]
+    ),
     slots=st.integers(1, 6),
     spare=st.integers(0, 16),
 )
@@ -183,9 +188,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flights.clear()
         self.scheduler.requeue()
         old = self.scheduler.limits
-        limits = SchedulerLimits(
-            num_blocks, 4, old.num_request_slots, old.max_step_tokens, old.model_len
-        )
+        num_groups = len(old.sliding_windows)
+        limits = replace(old, num_kv_blocks=num_blocks * num_groups)
         for state in self.scheduler.reset(limits):
             del self.expected[state.request_id]
         for state in list(self.scheduler.waiting):
@@ -200,6 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_whole(self) -> None:
         """Blocks, slots and queues agree with each other, and outputs with their prompts."""
         self.scheduler.check_integrity()
+        check_seen_tokens(self.scheduler)
         for state in self.scheduler.states:
             known = tuple(state.token_ids[state.num_prompt_tokens :])
             assert known == self.expected[state.request_id][: len(known)]
@@ -249,8 +254,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits = self.scheduler.limits
         assert 1 <= step.num_tokens <= limits.max_step_tokens
         scheduled = [entry.state for entry in step.entries]
-        assert [s for s in due if s not in scheduled and s not in step.preempted] == []
-        assert not step.admitted or (admit and not step.preempted)
+        held_up = [s for s in due if s not in scheduled and s not in step.preempted]
+        assert held_up == [s for s in held_up if s.in_flight][:1], "only the last one waits"
+        assert not held_up or self.scheduler.running[-1] is held_up[0]
+        assert not step.admitted or (admit and not step.preempted and not held_up)
         for state in (*step.admitted, *self.scheduler.running):
             if state in step.preempted or state in step.admitted:
                 continue
