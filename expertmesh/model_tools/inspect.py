@@ -8,14 +8,16 @@ from pathlib import Path
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import SettingsError
 from expertmesh.families import load_model_config
+from expertmesh.formats import read_quantization
 from expertmesh.model_config import ModelConfig
 from expertmesh.model_tools.facts_json import Json, facts_json
-from expertmesh.model_tools.facts_page import facts_sections, page, size_words
+from expertmesh.model_tools.facts_page import count_words, facts_sections, page, size_words
 from expertmesh.model_tools.model_facts import DEFAULT_CONTEXT, ModelFacts, model_facts
+from expertmesh.model_tools.stored_formats import stored_formats
 from expertmesh.shards import INDEX_FILE
 from expertmesh.tokenizer_files import read_chat_template
 
-_NOT_CHECKED = "none in the folder: nothing but config.json was checked"
+_NOT_CHECKED = "no weights in the folder: nothing but config.json was checked"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Inspection:
     """A folder and its model."""
 
     facts: ModelFacts
+    formats: dict[str, int]
+    """How weights are stored, to how many are."""
     weights: StoredWeights | None
     """None: there is nothing but the description."""
     has_tokenizer: bool
@@ -39,7 +43,7 @@ class Inspection:
 
     def page(self) -> str:
         """All of it to read."""
-        return page({**facts_sections(self.facts), "Folder": self._folder()})
+        return page({**facts_sections(self.facts), "Checkpoint": self._folder()})
 
     def json(self) -> Json:
         """All of it for programs; keys as in docs/models.md."""
@@ -47,18 +51,19 @@ class Inspection:
         stored = weights and {"bytes": weights.nbytes, "fingerprint": weights.fingerprint}
         return {
             **facts_json(self.facts),
+            "formats": self.formats,
             "weights": stored,
             "tokenizer": self.has_tokenizer,
             "chat_template": self.has_chat_template,
         }
 
     def _folder(self) -> dict[str, str]:
-        lines = {"weights": _NOT_CHECKED}
-        if self.weights is not None:
-            lines = {
-                "weights": f"{size_words(self.weights.nbytes)}, complete",
-                "fingerprint": self.weights.fingerprint,
-            }
+        lines = {name: f"{count_words(n)} weights" for name, n in self.formats.items()}
+        if self.weights is None:
+            lines["files"] = _NOT_CHECKED
+        else:
+            lines["files"] = f"{size_words(self.weights.nbytes)}, complete"
+            lines["fingerprint"] = self.weights.fingerprint
         lines["tokenizer"] = "yes" if self.has_tokenizer else "none (prompts as token ids)"
         lines["chat template"] = "yes" if self.has_chat_template else "none"
         return lines
@@ -84,6 +89,7 @@ def inspect_model(model_dir: Path, context: int | None = None) -> Inspection:
         config = load_model_config(model_dir)
     return Inspection(
         facts=model_facts(config, _checked(context, config)),
+        formats=stored_formats(config, read_quantization(model_dir / "config.json")),
         weights=weights,
         has_tokenizer=(model_dir / "tokenizer.json").is_file(),
         has_chat_template=read_chat_template(model_dir) is not None,

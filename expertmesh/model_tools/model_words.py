@@ -162,7 +162,7 @@ def _mla(attention: MlaConfig) -> Iterable[str]:
 
 def rope_words(rope: RopeConfig) -> str:
     """Kind, theta, and what of a head it turns."""
-    text = f"{rope.kind}, theta {rope.theta:g}, {rope.dim} dimensions"
+    text = f"{rope.kind}, theta {rope.theta:.15g}, {rope.dim} dimensions"
     if rope.kind != "default":
         text += f", factor {rope.factor:g}"
     return text + (", interleaved" if rope.interleaved else "")

@@ -37,6 +37,7 @@ from expertmesh.model_tools.model_words import (
     pattern,
     rope_words,
 )
+from tests.support.published_models import PUBLISHED
 from tests.support.tiny_folders import (
     LLAMA_CONFIG,
     MIXTRAL_CONFIG,
@@ -245,6 +246,45 @@ def test_weights_are_checked_if_there_are_any(tmp_path: Path) -> None:
         inspect_model(folder)
 
 
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "codec", "share"),
+    [
+        ("DeepSeek-V3", FP8, "fp8 in blocks of 128 x 128", 0.997),
+        ("gpt-oss-20b", MXFP4, "mxfp4", 0.914),
+        ("OLMoE-1B-7B", None, "bfloat16", 1.0),
+    ],
+)
+def test_formats_of_weights_are_told(
+    name: str, quantization: object, codec: str, share: float, tmp_path: Path
+) -> None:
+    """What is quantised, of how many weights; gates, norms and embeddings never are."""
+    published = next(model for model in PUBLISHED if model.name == name)
+    config = published.config_json | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = inspect_model(tmp_path)
+    total = found.facts.size.total
+    assert sum(found.formats.values()) == total
+    assert found.formats[codec] / total == pytest.approx(share, abs=1e-3)
+    assert found.json()["formats"] == found.formats
+    assert f"  {codec} " in found.page()
+
+
+def test_unknown_format_is_refused_without_weights(tmp_path: Path) -> None:
+    """As it would be with them."""
+    config = LLAMA_CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method: expected"):
+        inspect_model(tmp_path)
+
+
 def test_context_is_what_the_model_takes(tmp_path: Path) -> None:
     """By default 4096 or all; others are refused with the limit."""
     folder = save_folder(tmp_path / "dense", LLAMA_CONFIG, {})
@@ -277,6 +317,6 @@ def keys(value: object) -> set[str]:
         return {key for item in value for key in keys(item)}
     if not isinstance(value, dict):
         return set()
-    parts = ("rope", "gate", "activation", "shared")
+    parts = ("rope", "gate", "activation", "shared", "formats")
     inner = (keys(item) for key, item in value.items() if key not in parts)
     return set(value).union(*inner)
