@@ -104,7 +104,6 @@ GPT_OSS = Family(
         **tiny.TINY,
         "hidden_size": 64,  # MXFP4 has blocks of 32
         "num_hidden_layers": 4,
-        "hidden_size": 64,
         "intermediate_size": 32,
         "sliding_window": 12,
         "num_local_experts": 6,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env
@@ -32,6 +32,7 @@ from expertmesh.settings import (
     ModelSettings,
 )
 from gateway.command.cli_config import apply_config_file, check_texts
+from gateway.command.model_commands import model_app
 
 if TYPE_CHECKING:
     from gateway.command.client_commands import ClientOptions
@@ -71,7 +72,6 @@ app = App(
     suppress_keyboard_interrupt=False,
     sort_key=0,
 )
-model_app = App(name="model", help="Make and inspect checkpoints.", sort_key=4)
 app.command(model_app)
 
 
@@ -178,102 +178,6 @@ def expert_worker(
     from gateway.command.launcher import exec_expert_worker
 
     return exec_expert_worker(model, options, log)
-
-
-@model_app.command
-def demo(variant: Literal["granular", "plain", "dense"] = "granular") -> int:
-    """Build the demo model, unless it is there, and print its folder.
-
-    Parameters
-    ----------
-    variant
-        granular: right text proves right routing; plain: every expert is the dense FFN; dense.
-    """
-    from expertmesh.model_tools.demo import ensure_demo_model
-    from expertmesh.settings import data_home
-    from gateway.command.launcher_console import make_progress
-
-    with make_progress() as progress:
-        folder = ensure_demo_model(data_home(), variant, progress)
-    sys.stdout.write(f"{folder}\n")
-    return 0
-
-
-@model_app.command
-def upcycle(
-    dense_dir: str,
-    out_dir: Path,
-    *,
-    experts: int,
-    top_k: int,
-    granular: bool = False,
-    router_skew: float = 0.0,
-) -> int:
-    """Make a Mixture-of-Experts checkpoint from a dense one.
-
-    Parameters
-    ----------
-    dense_dir
-        Dense checkpoint folder, or demo-dense.
-    out_dir
-        Folder to create.
-    experts
-        Experts of each layer.
-    top_k
-        Experts for each token.
-    granular
-        Split each FFN over the experts of a group, instead of copying it into each expert.
-    router_skew
-        How uneven the gate chooses experts: exponent of a Zipf distribution; 0 is none.
-    """
-    from expertmesh.model_tools.resolve import resolve_model
-    from expertmesh.model_tools.upcycle import upcycle as make
-    from expertmesh.settings import data_home
-    from gateway.command.launcher_console import make_progress
-
-    with make_progress() as progress:
-        make(
-            resolve_model(dense_dir, data_home(), progress),
-            out_dir,
-            num_experts=experts,
-            top_k=top_k,
-            granular=granular,
-            router_skew=router_skew,
-            progress=progress,
-        )
-    return 0
-
-
-@model_app.command(name="inspect")
-def inspect_command(
-    model_dir: str,
-    *,
-    context: int | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
-) -> int:
-    """Describe a model: layers, gate, sizes, memory and cost per token; check weights if there.
-
-    Parameters
-    ----------
-    model_dir
-        Folder with config.json, and perhaps weights, or demo, demo-plain, demo-dense.
-    context
-        Tokens of the request for which costs are told; by default 4096, if the model takes so many.
-    json
-        Print JSON, with the keys that docs/models.md lists.
-    """
-    from json import dumps
-
-    from expertmesh.model_tools.inspect import inspect_model
-    from expertmesh.model_tools.resolve import resolve_model
-    from expertmesh.settings import data_home
-    from gateway.command.launcher_console import make_progress
-
-    with make_progress() as progress:
-        folder = resolve_model(model_dir, data_home(), progress)
-    found = inspect_model(folder, context)
-    sys.stdout.write((dumps(found.json(), indent=2) if json else found.page()) + "\n")
-    return 0
 
 
 @app.command(sort_key=5)
