@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from tests.support.family_table import (
 )
 from tests.support.parity_results import VARIABLE, ParityResult, record
 
-README = Path(__file__).resolve().parents[3] / "README.md"
+ROOT = Path(__file__).resolve().parents[3]
+README, DOCS = ROOT / "README.md", ROOT / "docs" / "models.md"
 
 DENSE, MOE = (row for row in ROWS if row.model_type in ("llama", "mixtral"))
 RESULTS = {
@@ -70,6 +72,10 @@ def test_tool_rewrites_the_block_and_nothing_else(
     assert [cells[1] for cells in cells_in(text)] == [row.cells[1] for row in known_rows()]
 
 
-def test_every_family_is_in_the_table_of_the_tool() -> None:
-    """A new family needs a line in `tests/support/family_table.py`."""
-    assert {row.model_type for row in ROWS} >= set(FAMILIES)
+def test_every_family_is_documented() -> None:
+    """In the tool's table, and with its variants in docs/models.md."""
+    assert {row.model_type for row in ROWS} == set(FAMILIES)
+    _, _, section = DOCS.read_text().partition("\n## Families\n")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    named = [name for line in lines for name in re.findall(r"`(\w+)`", line.split(" | ")[0])]
+    assert sorted(named) == sorted(("model_type", *FAMILIES))  # the header first
