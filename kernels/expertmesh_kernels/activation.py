@@ -1,4 +1,4 @@
-"""Gated activations. R rows, I intermediate size."""
+"""Gated activations. R rows, I intermediate size, H hidden size."""
 
 from __future__ import annotations
 
@@ -46,6 +46,30 @@ def _reference(gate_RI: Tensor, up_RI: Tensor, activation: Activation) -> Tensor
     gate_RI = gate_RI.clamp(max=activation.limit)
     up_RI = up_RI.clamp(-activation.limit, activation.limit)
     return (up_RI + 1) * gate_RI * torch.sigmoid(activation.alpha * gate_RI)
+
+
+def sigmoid_scaled(x_RH: Tensor, logits_R1: Tensor) -> Tensor:
+    """x * sigmoid(logit), a logit per row, [R, H]: in FP32, rounded once to the dtype of x.
+
+    Args:
+        x_RH: Any floating dtype.
+        logits_R1: float32.
+    """
+    if logits_R1.shape != (len(x_RH), 1) or logits_R1.dtype != torch.float32:
+        raise ValueError(
+            f"logits are {logits_R1.dtype} {tuple(logits_R1.shape)}, "
+            f"expected float32 [{len(x_RH)}, 1]"
+        )
+    if x_RH.device.type != "cpu":
+        return sigmoid_scaled_reference(x_RH, logits_R1)
+    out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
+    cpu.sigmoid_scaled(as_array(x_RH), as_array(logits_R1).reshape(-1), as_array(out_RH))
+    return out_RH
+
+
+def sigmoid_scaled_reference(x_RH: Tensor, logits_R1: Tensor) -> Tensor:
+    """What `sigmoid_scaled` computes, in PyTorch."""
+    return (x_RH.float() * torch.sigmoid(logits_R1)).to(x_RH.dtype)
 
 
 def cpu_arguments(activation: Activation) -> tuple[int, np.float32, np.float32]:

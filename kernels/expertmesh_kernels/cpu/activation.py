@@ -74,3 +74,15 @@ def _clamped_swiglu(
         u = limit if u > limit else u
         u = -limit if u < -limit else u
         out[i] = narrow_like(g / (_ONE + exp(-(alpha * g))) * (u + _ONE), out)
+
+
+@njit
+def sigmoid_scaled(
+    x_RH: NDArray[np.generic], logits_R: NDArray[np.float32], out_RH: NDArray[np.generic]
+) -> None:
+    """out = x / (1 + exp(-logit of the row)) in FP32, rounded once."""
+    for r in range(out_RH.shape[0]):
+        x, out = x_RH[r], out_RH[r]
+        factor = _ONE / (_ONE + exp(-logits_R[r]))
+        for h in range(out.size):
+            out[h] = narrow_like(factor * widen(x[h]), out)
