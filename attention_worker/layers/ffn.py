@@ -9,12 +9,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention_worker.experts import ExpertClient
+from attention_worker.experts import ExpertClient, Pending
 from attention_worker.routed_experts import NoRecorder, RoutingRecorder
 from expertmesh.model_config import Activation, GateConfig
+from expertmesh_kernels.activation import sigmoid_scaled
 from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
 from expertmesh_kernels.linear import PackedLinear, linear
 from expertmesh_kernels.router import route
@@ -40,6 +43,18 @@ class ExpertCalls:
         """Deadline of a call that starts now, on the monotonic clock."""
         return min(time.monotonic() + self.timeout_s, self.step_deadline_s)
 
+    def wait_for(self, pending: Pending) -> Tensor:
+        """The result of a call; the time it took counts as waited for.
+
+        Raises:
+            ExpertUnavailableError: Experts did not answer in time.
+        """
+        started_s = time.monotonic()
+        try:
+            return pending.result()
+        finally:
+            self.wait_s += time.monotonic() - started_s
+
 
 class Ffn(Protocol):
     """The second half of a decoder layer."""
@@ -61,26 +76,63 @@ class DenseFfn:
         return gated_mlp(h_TH, self.weights, self.activation)
 
 
+class SharedExpert(Protocol):
+    """An FFN on this device that every row of an MoE layer visits."""
+
+    def __call__(self, h_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, H]"""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainSharedExpert:
+    """A gated FFN."""
+
+    weights: ExpertWeights
+    activation: Activation
+
+    def __call__(self, h_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, H]"""
+        return gated_mlp(h_TH, self.weights, self.activation)
+
+
+@dataclass(frozen=True)
+class WeighedSharedExpert:
+    """A shared expert times sigmoid(gate(x)), one number per row."""
+
+    expert: PlainSharedExpert
+    gate: PackedLinear
+    """H -> 1, in FP32."""
+
+    def __call__(self, h_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, H]"""
+        logits_T1 = linear(h_TH, self.gate, out_dtype=torch.float32)
+        return sigmoid_scaled(self.expert(h_TH), logits_T1)
+
+
 @dataclass(frozen=True)
 class MoeFfn:
     """A gate on this device, routed experts wherever the expert client finds them."""
 
     layer: int
     gate: PackedLinear
-    """H -> E; its logits are FP32."""
+    """H -> E; weights and logits are FP32."""
     config: GateConfig
+    selection_bias_E: npt.NDArray[np.float32] | None = None
+    """Added to the scores that choose; None for zeros."""
+    shared: tuple[SharedExpert, ...] = ()
+    """Computed while the rows travel."""
 
     def __call__(self, h_TH: Tensor, calls: ExpertCalls) -> Tensor:
-        """[T, H] -> [T, H]: the weighted sum over each row's experts."""
+        """[T, H] -> [T, H]: the weighted sum over each row's experts, plus the shared experts."""
         logits_TE = linear(h_TH, self.gate, out_dtype=torch.float32)
-        routing = route(logits_TE, self.config)
+        routing = route(logits_TE, self.config, self.selection_bias_E)
         calls.recorder.record(routing.topk_ids_TK)
         pending = calls.client.dispatch(
             self.layer, h_TH, routing, calls.num_generated_rows, calls.deadline_s()
         )
-        # Rows travel from here on: a shared expert is computed between these two lines.
-        started_s = time.monotonic()
-        try:
-            return pending.result()
-        finally:
-            calls.wait_s += time.monotonic() - started_s
+        shared = [expert(h_TH) for expert in self.shared]
+        out_TH = calls.wait_for(pending)
+        for shared_TH in shared:
+            out_TH = out_TH + shared_TH
+        return out_TH

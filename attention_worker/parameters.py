@@ -1,0 +1,59 @@
+"""The tensors of a checkpoint, handed out by name: each exactly once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from expertmesh.checkpoint import Checkpoint, HostTensor
+from expertmesh.errors import CheckpointError
+from expertmesh_kernels.host import to_torch
+from expertmesh_kernels.linear import PackedLinear, pack_linear
+
+
+class Parameters:
+    """Everything outside the experts. What is taken is freed here.
+
+    Args:
+        checkpoint: Where the tensors come from.
+        dtype: Type of computation; tensors are converted to it unless asked for otherwise.
+        device: Where they go.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self._model_dir = checkpoint.model_dir
+        self._device = device
+        self._tensors: dict[str, HostTensor] = dict(checkpoint.attention_parameters())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the device, in this dtype or the one of computation.
+
+        Raises:
+            CheckpointError: There is none, or it was taken before.
+        """
+        if name not in self._tensors:
+            raise CheckpointError(f"{self._model_dir}: parameter {name} is missing")
+        host = self._tensors.pop(name)
+        return to_torch(host.data, host.dtype, dtype or self.dtype).to(self._device)
+
+    def linear(
+        self, name: str, *, bias: bool = False, dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        """A packed weight; its bias is named after it.
+
+        Raises:
+            CheckpointError: One of them is missing.
+        """
+        bias_N = self.take(f"{name}_bias", dtype) if bias else None
+        return pack_linear(self.take(name, dtype), bias_N)
+
+    def check_all_taken(self) -> None:
+        """Raises CheckpointError if a tensor has had no use."""
+        if self._tensors:
+            raise CheckpointError(
+                f"{self._model_dir}: parameters without a use: {', '.join(sorted(self._tensors))}"
+            )
