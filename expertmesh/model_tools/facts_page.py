@@ -61,11 +61,19 @@ def size_words(nbytes: float) -> str:
 
 
 def count_words(count: int) -> str:
-    """A number, in M, G or so on: 46.70 B."""
+    """A number, in millions, billions or trillions: 46.70 B."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return str(count)
+
+
+def operation_words(count: int) -> str:
+    """Floating-point operations, in MFLOP, GFLOP or TFLOP."""
+    for unit, scale in (("TFLOP", 10**12), ("GFLOP", 10**9)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count / 10**6:.2f} MFLOP"
 
 
 def _model(facts: ModelFacts) -> Lines:
@@ -150,7 +158,7 @@ def _token(facts: ModelFacts) -> Lines:
 
 
 def _work_words(work: Work) -> str:
-    return f"{size_words(work.nbytes)} read, {work.operations / 1e9:.3g} GFLOP"
+    return f"{size_words(work.nbytes)} read, {operation_words(work.operations)}"
 
 
 def _traffic_words(sent: Traffic) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import CheckpointError, SettingsError
+from expertmesh.families import FAMILIES
 from expertmesh.model_config import (
     Activation,
     DenseFfnConfig,
@@ -25,8 +26,15 @@ from expertmesh.model_config import (
     SharedExpertConfig,
 )
 from expertmesh.model_tools.facts_json import facts_json
-from expertmesh.model_tools.facts_page import count_words, facts_sections, page, size_words
+from expertmesh.model_tools.facts_page import (
+    count_words,
+    facts_sections,
+    operation_words,
+    page,
+    size_words,
+)
 from expertmesh.model_tools.inspect import inspect_model
+from expertmesh.model_tools.make_tiny import make_tiny
 from expertmesh.model_tools.model_facts import model_facts
 from expertmesh.model_tools.model_words import (
     attention_kinds,
@@ -196,6 +204,9 @@ def test_numbers_in_words() -> None:
     assert [count_words(n) for n in (999, 10**6, 46_702_792_704, 1026 * 10**9)] == [
         *("999", "1.00 M", "46.70 B", "1.03 T")
     ]
+    assert [operation_words(n) for n in (573_000, 10**9, 143 * 10**10)] == [
+        *("0.57 MFLOP", "1.00 GFLOP", "1.43 TFLOP")
+    ]
 
 
 def test_json_is_what_it_says() -> None:
@@ -275,6 +286,17 @@ def test_formats_of_weights_are_told(
     assert found.formats[codec] / total == pytest.approx(share, abs=1e-3)
     assert found.json()["formats"] == found.formats
     assert f"  {codec} " in found.page()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_can_be_looked_at(model_type: str, tmp_path: Path) -> None:
+    """With weights; they take what their number and types say."""
+    make_tiny(model_type, tmp_path / "tiny")
+    found = inspect_model(tmp_path / "tiny")
+    assert found.weights is not None
+    assert found.weights.nbytes == 4 * found.facts.size.total
+    assert found.formats == {"float32": found.facts.size.total}
+    assert model_type in found.page()
 
 
 def test_unknown_format_is_refused_without_weights(tmp_path: Path) -> None:
