@@ -57,7 +57,7 @@ TINY: Json = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "moe_intermediate_size": 24,
+    "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
     "n_routed_experts": 8,

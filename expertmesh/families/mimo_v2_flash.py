@@ -193,7 +193,7 @@ MIMO_V2_FLASH = Family(
         "head_dim": 24,
         "v_head_dim": 16,
         "sliding_window": 13,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 32,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
     },

@@ -11,12 +11,12 @@ from expertmesh.model_config import GqaConfig, LayerConfig, ModelConfig, MoeFfnC
 _WINDOW_DEFAULTS: dict[str, object] = {
     "use_sliding_window": False,
     "sliding_window": 4096,
-    "max_window_layers": 28,
 }
 
 DENSE_DEFAULTS: dict[str, object] = {
     **common.BASE_DEFAULTS,
     **_WINDOW_DEFAULTS,
+    "max_window_layers": 28,
     "vocab_size": 151936,
     "hidden_size": 4096,
     "intermediate_size": 22016,

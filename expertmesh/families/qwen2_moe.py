@@ -37,6 +37,7 @@ QWEN2_MOE = Family(
     ignored=(tensors.ROTARY_BUFFERS,),
     defaults={
         **qwen.MOE_DEFAULTS,
+        "max_window_layers": 28,
         "intermediate_size": 5632,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
@@ -51,8 +52,8 @@ QWEN2_MOE = Family(
         "num_hidden_layers": 4,
         "num_experts": 6,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
         "mlp_only_layers": [1],
         "use_sliding_window": True,
         "sliding_window": 12,

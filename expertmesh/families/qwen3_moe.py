@@ -47,7 +47,7 @@ QWEN3_MOE = Family(
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 32,
         "mlp_only_layers": [1],
     },
 )
