@@ -136,10 +136,10 @@ def test_preemption_and_found_prefixes_change_no_bit(
     folders: FamilyFolders, name: str, dtype: DtypeName
 ) -> None:
     """Requests that start over half way, and those that find a prefix, go on with equal logits."""
-    stem, *tails = prompts(VOCAB_SIZE, [37, 1, 6, 13], seed=3)
-    asked = [[*stem, *tail] for tail in tails]
+    stem, *tails = prompts(VOCAB_SIZE, [21, 1, 6, 13], seed=3)
+    asked = [*([*stem, *tail] for tail in tails), *prompts(VOCAB_SIZE, [3, 9, 14], seed=4)]
 
-    def serve(num_blocks: int, *, caching: bool, at_once: bool) -> ScheduledRunner:
+    def serve(num_blocks: int, *, caching: bool, at_once: bool = True) -> ScheduledRunner:
         runner = make_runner(folders.served(name), dtype=dtype, num_blocks=num_blocks, block_size=4)
         served = ScheduledRunner(runner, prefix_caching=caching)
         for turn in range(2):
@@ -151,20 +151,23 @@ def test_preemption_and_found_prefixes_change_no_bit(
         return served
 
     alone = serve(400, caching=False, at_once=False)
-    found = serve(400, caching=True, at_once=True)
-    assert min(found.num_cached[f"1-{index}"] for index in range(len(asked))) > 0
+    found = serve(400, caching=True)
+    assert min(found.num_cached[f"1-{index}"] for index in range(len(tails))) > 0
     assert found.logits == alone.logits
-    crowded = serve(_blocks_of_one(folders.served(name)) + 2, caching=True, at_once=True)
-    assert crowded.num_preemptions > 0
-    assert crowded.logits == alone.logits
-    assert crowded.outputs == alone.outputs
+    fewest = _blocks_of_one(folders.served(name))
+    for num_blocks in range(fewest, 3 * fewest, 2):
+        crowded = serve(num_blocks, caching=True)
+        assert crowded.logits == alone.logits
+        if crowded.num_preemptions > 1:
+            return
+    pytest.fail("nobody was preempted, however small the pool")
 
 
-_GREEDY = SamplingParams(10, temperature=0, ignore_eos=True)
+_GREEDY = SamplingParams(24, temperature=0, ignore_eos=True)
 
 
 def _blocks_of_one(model_dir: Path) -> int:
     """Blocks of 4 tokens that the longest of the requests takes."""
     plan = plan_kv_groups(Checkpoint.open(model_dir).config)
     groups = KvGroups.of(4, plan.sliding_windows)
-    return groups.sequence_blocks(37 + 13 + 10, max_step_tokens=64)
+    return groups.sequence_blocks(21 + 13 + 24, max_step_tokens=64)
