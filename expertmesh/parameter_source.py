@@ -13,6 +13,9 @@ from expertmesh.model_config import DtypeName
 from expertmesh.safetensors_file import STORAGE
 from expertmesh.weight_storage import Shape, StoredWeight
 
+_BLOCK = 64
+"""Columns that are transposed at a time."""
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -29,7 +32,14 @@ class Arrangement:
 
     def place(self, stored: Array, rows: Array) -> None:
         """Copies a stored weight to its rows."""
-        found = stored.T if self.transposed else stored
+        if not self.transposed:
+            self._order(stored, rows)
+            return
+        for start in range(0, len(stored), _BLOCK):  # a block stays in the cache
+            block = slice(start, start + _BLOCK)
+            self._order(np.ascontiguousarray(stored[block].T), rows[:, block])
+
+    def _order(self, found: Array, rows: Array) -> None:
         if self.interleaved:
             half = len(rows) // 2
             rows[:half], rows[half:] = found[0::2], found[1::2]

@@ -143,7 +143,7 @@ def _yarn(reader: ConfigReader, section: ConfigReader, base: RopeConfig) -> Rope
 
 
 def _attention_factor(section: ConfigReader, factor: float) -> float:
-    given = section.optional_number("attention_factor", 0.0, 1e3)
+    given = section.optional_number("attention_factor", 1e-3, 1e3)
     if given is not None:
         return given
     mscale = section.number("mscale", 0.0, 1e3, 0.0)
