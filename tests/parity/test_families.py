@@ -130,7 +130,7 @@ def test_logits_are_bit_equal_alone_in_batches_and_in_chunks(
         assert run(traffic, asked)[::3] == alone, traffic
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("name", KINDS)
 def test_preemption_and_found_prefixes_change_no_bit(
     folders: FamilyFolders, name: str, dtype: DtypeName

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 MIN_MARGIN = 1e-3
 """Greedy tokens are compared only where the reference prefers its choice by more than this."""
@@ -34,9 +34,20 @@ class Oracle:
     """
 
     def __init__(self, model_dir: Path) -> None:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation="eager"
+        self._use(
+            AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=torch.float32, attn_implementation="eager"
+            )
         )
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Oracle:
+        """A model of transformers that is in memory, in FP32 and with eager attention."""
+        oracle = cls.__new__(cls)
+        oracle._use(model.float())
+        return oracle
+
+    def _use(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.vocab_size = int(model.config.vocab_size)
 
