@@ -40,7 +40,8 @@ class KvGroups:
     @classmethod
     def of(cls, block_size: int, sliding_windows: Sequence[int | None]) -> KvGroups:
         """Groups with these windows; None where everything is seen."""
-        return cls(block_size, tuple(window or UNLIMITED for window in sliding_windows))
+        windows = (UNLIMITED if window is None else window for window in sliding_windows)
+        return cls(block_size, tuple(windows))
 
     @property
     def num_groups(self) -> int:

@@ -1,14 +1,17 @@
 """Drives a ModelRunner with real StepRequests: the smallest scheduler that can.
 
 It gives out request slots and KV blocks, sends deltas only, and mixes decode rows and prompt
-chunks in one step. Logits of every sampled position are kept, to be compared bit by bit.
+chunks in one step. Blocks behind sliding windows are taken back as the gateway's scheduler does,
+and blocks taken back are filled with NaN. Logits of every sampled position are kept, to be compared
+bit by bit.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +29,7 @@ from attention_worker.model_states.paged_kv import PagedKvState
 from expert_worker.backend import ExpertBackend
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
-from expertmesh.model_config import DtypeName
+from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh_kernels.host import TORCH_DTYPES
 
@@ -50,9 +53,15 @@ def make_runner(
     block_size: int = 16,
     experts: ExpertClient | None = None,
     speculation: Speculation | None = None,
+    sliding_windows: Sequence[int | None] = (),
 ) -> ModelRunner:
-    """A runner of a checkpoint; with its experts in this process, unless others are given."""
+    """A runner of a checkpoint; with its experts in this process, unless others are given.
+
+    Sliding windows of the layers, in turn, replace those of the checkpoint.
+    """
     checkpoint = Checkpoint.open(model_dir)
+    if sliding_windows:
+        checkpoint.config = with_windows(checkpoint.config, sliding_windows)
     cpu = torch.device("cpu")
     model = load_model(checkpoint, TORCH_DTYPES[dtype], cpu, max_model_len)
     kv = PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, cpu)
@@ -69,6 +78,15 @@ def make_runner(
             checkpoint.tokenizer_path, checkpoint.config.eos_token_ids, model.config.vocab_size
         ),
     )
+
+
+def with_windows(config: ModelConfig, sliding_windows: Sequence[int | None]) -> ModelConfig:
+    """The model with these sliding windows in its layers, in turn."""
+    layers = (
+        replace(layer, attention=replace(layer.gqa, sliding_window=window))
+        for layer, window in zip(config.layers, cycle(sliding_windows), strict=False)
+    )
+    return replace(config, layers=tuple(layers))
 
 
 @dataclass
@@ -242,7 +260,7 @@ class RunnerDriver:
         self._freed.append(request.slot)
         self._free_slots.append(request.slot)
         for table, num_freed in zip(request.tables, request.num_freed, strict=True):
-            self._free_blocks.extend(table[num_freed:])
+            self._give_back(table[num_freed:])
         request.tables, request.num_freed = [], []
 
     def _free_unseen(self, request: DrivenRequest) -> None:
@@ -252,7 +270,12 @@ class RunnerDriver:
             first = 0 if window is None else max(0, request.num_computed - window + 1)
             unseen = request.tables[group][request.num_freed[group] : first // kv.block_size]
             request.num_freed[group] += len(unseen)
-            self._free_blocks.extend(unseen)
+            self._give_back(unseen)
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        """They are taken next; until they are written again nothing may read what is in them."""
+        self._free_blocks.extend(blocks)
+        self.runner.state.kv.pool[list(blocks)] = torch.nan
 
     def _keep_logits(self, slots_R: npt.NDArray[np.int64], logits_RV: Tensor) -> None:
         self._logits.clear()

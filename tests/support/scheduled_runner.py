@@ -65,11 +65,12 @@ class ScheduledRunner:
     def run(self) -> None:
         """Steps until every request has all its tokens."""
         while self.scheduler.has_work:
-            self._step()
+            self.step()
         self.scheduler.check_integrity()
         assert self.scheduler.blocks.num_used == 0
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Schedules, executes and commits one step."""
         step = self.scheduler.schedule()
         assert step is not None
         self.num_preemptions += len(step.preempted)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,8 @@ from tests.support.strict_attention import EOS, ScriptedPort, continuation
 LIMITS = SchedulerLimits(
     num_kv_blocks=20, kv_block_size=4, num_request_slots=6, max_step_tokens=16, model_len=64
 )
+WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None, 9), (6,), (None, 13, 5))
+"""Sliding windows of the KV groups; there are blocks for as many tokens in each."""
 STEMS = (tuple(range(10, 34)), tuple(range(50, 74)))
 
 
@@ -28,7 +31,9 @@ class ChaosPort(ScriptedPort):
     """Steps are paused, fail, or give bad logits; attention workers are lost or end: by chance."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(LIMITS)
+        windows = WINDOWS[seed % len(WINDOWS)]
+        num_blocks = LIMITS.num_kv_blocks * len(windows)
+        super().__init__(replace(LIMITS, num_kv_blocks=num_blocks, sliding_windows=windows))
         self.on_pause: Callable[[], None] = lambda: None
         self.calm = False
         self.num_faults = 0
