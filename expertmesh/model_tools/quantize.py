@@ -28,7 +28,7 @@ from expertmesh.safetensors_file import SafetensorsFile, pread_into
 from expertmesh.shards import INDEX_FILE, SINGLE_FILE, open_shards
 from expertmesh.weight_storage import PLAIN, FileTensor, StoredWeight, TensorFiles, Weight
 
-_GROUP = 16
+_GROUP = 8
 """Columns per scale; small models have few columns."""
 _KEPT = ["lm_head", "re:.*self_attn.*"]
 
