@@ -9,8 +9,10 @@ import numpy.typing as npt
 
 from expertmesh.formats.codec import Array, Codec, Float32, PartData
 from expertmesh.formats.fp8 import Fp8Blocks
-from expertmesh.formats.integers import PackedIntegers, PlainIntegers, Scaling
 from expertmesh.formats.mxfp4 import BLOCK, Mxfp4
+from expertmesh.formats.packed import PackedIntegers
+from expertmesh.formats.scaled import ScaledBytes
+from expertmesh.formats.scaling import Scaling
 from expertmesh.formats.tables import FP4_VALUES, e4m3_values
 
 Bytes = npt.NDArray[np.uint8]
@@ -29,13 +31,7 @@ def encode(codec: Codec, weight: Float32) -> tuple[PartData, ...]:
 
 @encode.register
 def _fp8(codec: Fp8Blocks, weight: Float32) -> tuple[PartData, ...]:
-    rows, columns = weight.shape
-    heights = np.arange(0, rows, codec.block_rows), np.arange(0, columns, codec.block_columns)
-    peaks = np.maximum.reduceat(np.abs(weight), heights[0], axis=0)
-    scales = _factors(np.maximum.reduceat(peaks, heights[1], axis=1) / _E4M3[-1])
-    wide = np.repeat(np.repeat(scales, codec.block_rows, 0)[:rows], codec.block_columns, 1)
-    codes = _nearest(_E4M3, weight / wide[:, :columns], sign=0x80)
-    return PartData(codes, "F8_E4M3"), PartData(scales, "F32")
+    return _fp8_in_blocks(weight, codec.block_rows, codec.block_columns)
 
 
 @encode.register
@@ -63,10 +59,25 @@ def _packed(codec: PackedIntegers, weight: Float32) -> tuple[PartData, ...]:
 
 
 @encode.register
-def _plain(codec: PlainIntegers, weight: Float32) -> tuple[PartData, ...]:
-    codes, scales, zeros = _integers(codec.scaling, 8, weight)
-    found = (PartData(codes.astype(np.int8), "I8"), PartData(scales, "F32"))
+def _bytes(codec: ScaledBytes, weight: Float32) -> tuple[PartData, ...]:
+    if codec.kind == "fp8":
+        grid = codec.scaling.grid(*weight.shape)
+        usual = weight.shape[0] if len(grid) == 1 else 1, weight.shape[1]
+        height, width = codec.scaling.block if codec.scaling.block[1] else usual
+        codes, scales = _fp8_in_blocks(weight, height, width)
+        return codes, PartData(scales.data.reshape(grid), "F32")
+    integers, factors, zeros = _integers(codec.scaling, 8, weight)
+    found = (PartData(integers.astype(np.int8), "I8"), PartData(factors, "F32"))
     return found if codec.scaling.symmetric else (*found, PartData(zeros.astype(np.int8), "I8"))
+
+
+def _fp8_in_blocks(weight: Float32, height: int, width: int) -> tuple[PartData, PartData]:
+    rows, columns = weight.shape
+    peaks = np.maximum.reduceat(np.abs(weight), np.arange(0, rows, height), axis=0)
+    peaks = np.maximum.reduceat(peaks, np.arange(0, columns, width), axis=1)
+    scales = _factors(peaks / _E4M3[-1])
+    wide = np.repeat(np.repeat(scales, height, 0)[:rows], width, 1)[:, :columns]
+    return PartData(_nearest(_E4M3, weight / wide, sign=0x80), "F8_E4M3"), PartData(scales, "F32")
 
 
 def _integers(scaling: Scaling, bits: int, weight: Float32) -> tuple[Integers, Float32, Integers]:

@@ -17,6 +17,7 @@ from expertmesh.formats.codec import (
     matrix,
     to_float32,
 )
+from expertmesh.formats.scaling import multiply_blocks
 from expertmesh.formats.tables import expand_e4m3
 
 
@@ -57,12 +58,3 @@ class Fp8Blocks:
         codes, scales = parts
         expand_e4m3(codes.data.view(np.uint8).reshape(-1), out.reshape(-1))
         multiply_blocks(out, to_float32(scales), self.block_rows, self.block_columns)
-
-
-def multiply_blocks(weight: Float32, scales: Float32, block_rows: int, block_columns: int) -> None:
-    """Multiplies each block of a matrix by its scale, in place."""
-    columns = weight.shape[1]
-    with np.errstate(over="ignore", invalid="ignore"):  # the reader refuses what is not finite
-        for index, row_scales in enumerate(scales):
-            wide = np.repeat(row_scales, block_columns)[:columns]
-            weight[index * block_rows : (index + 1) * block_rows] *= wide

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from expertmesh.families.config_reader import ConfigReader
 from expertmesh.formats.codec import Codec
-from expertmesh.formats.integers import PackedIntegers, PlainIntegers, Scaling
 from expertmesh.formats.modules import LINEAR, REGEX, Targets, check_pattern
+from expertmesh.formats.packed import PackedIntegers
 from expertmesh.formats.quantization import CompressedTensors
 from expertmesh.formats.reading import names, refuse_unknown
+from expertmesh.formats.scaled import ScaledBytes
+from expertmesh.formats.scaling import Scaling
 
-PACKED, INTEGERS, NAIVE, MIXED = (
-    "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision",
-)  # fmt: skip
-_STORAGE = (PACKED, INTEGERS, NAIVE)
-_STRATEGIES = ("tensor", "channel", "group")
-MAX_GROUP_SIZE = 1 << 20
+PACKED, MIXED = "pack-quantized", "mixed-precision"
+_STORAGE = {
+    "int": (PACKED, "int-quantized", "naive-quantized"),
+    "float": ("float-quantized", "naive-quantized"),
+}
+"""Type of weights to the formats that are read."""
+_ALL_STORAGE = tuple(dict.fromkeys(name for names in _STORAGE.values() for name in names))
+_STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}
+MAX_BLOCK = 1 << 20
 
 
 def parse_compressed_tensors(reader: ConfigReader) -> CompressedTensors:
@@ -32,7 +37,7 @@ def parse_compressed_tensors(reader: ConfigReader) -> CompressedTensors:
     )  # fmt: skip
     _check_sparsity(reader)
     reader.choice("quantization_status", ("compressed", "frozen"), "compressed")
-    default = reader.choice("format", (*_STORAGE, MIXED))
+    default = reader.choice("format", (*_ALL_STORAGE, MIXED))
     formats = dict(
         pair for group in _groups(reader) for pair in _parse_group(group, default).items()
     )
@@ -63,7 +68,7 @@ def _parse_group(reader: ConfigReader, default_storage: str) -> dict[str, Codec 
             reader.fail("targets", f"'Linear', names or 're:' patterns, not {target[:60]!r}")
     _check_activations(reader)
     weights = reader.child("weights")
-    storage = reader.choice("format", (*_STORAGE, MIXED), default_storage)
+    storage = reader.choice("format", (*_ALL_STORAGE, MIXED), default_storage)
     if weights is None:
         return dict.fromkeys(targets)
     return dict.fromkeys(targets, _parse_weights(weights, reader, storage))
@@ -74,39 +79,50 @@ def _parse_weights(reader: ConfigReader, group: ConfigReader, storage: str) -> C
         reader,
         {
             "num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder",
-            "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
+            "observer", "observer_kwargs", "scale_dtype", "zp_dtype", "block_structure",
         },
     )  # fmt: skip
-    reader.choice("type", ("int",), "int")
+    kind = reader.choice("type", tuple(_STORAGE), "int")
     if reader.boolean("dynamic", False):
         reader.fail("dynamic", "false")
     _check_order(reader)
+    if storage not in _STORAGE[kind]:
+        group.fail("format", f"one of {', '.join(_STORAGE[kind])}, as the type is {kind}")
     bits = reader.integer("num_bits", 1, 32, 8)
-    scaling = _parse_scaling(reader)
+    scaling = _parse_scaling(reader, kind)
     if storage == PACKED:
-        if bits not in (4, 8):
-            reader.fail("num_bits", "4 or 8")
-        if scaling.strategy == "tensor" and not scaling.symmetric:
-            reader.fail("strategy", "'channel' or 'group', as zero points are packed")
-        return PackedIntegers(bits, scaling)
-    if storage not in _STORAGE:
-        group.fail("format", f"one of {', '.join(_STORAGE)}")
+        return _parse_packed(reader, bits, scaling)
     if bits != 8:
         reader.fail("num_bits", f"8, as the format is {storage}")
-    return PlainIntegers(scaling)
+    if kind == "float" and not scaling.symmetric:
+        reader.fail("symmetric", "true, as the type is float")
+    return ScaledBytes("fp8" if kind == "float" else "int8", scaling)
 
 
-def _parse_scaling(reader: ConfigReader) -> Scaling:
-    group_size = reader.optional_integer("group_size", -1, MAX_GROUP_SIZE)
-    strategy = reader.choice("strategy", _STRATEGIES, _usual_strategy(group_size))
+def _parse_packed(reader: ConfigReader, bits: int, scaling: Scaling) -> PackedIntegers:
+    if bits not in (4, 8):
+        reader.fail("num_bits", "4 or 8")
+    if scaling.strategy == "tensor" and not scaling.symmetric:
+        reader.fail("strategy", "'channel' or 'group', as zero points are packed")
+    return PackedIntegers(bits, scaling)
+
+
+def _parse_scaling(reader: ConfigReader, kind: str) -> Scaling:
+    group_size = reader.optional_integer("group_size", -1, MAX_BLOCK)
+    strategy = reader.choice("strategy", _STRATEGIES[kind], _usual_strategy(group_size))
     symmetric = reader.boolean("symmetric", True)
+    block = reader.integers("block_structure", 1, MAX_BLOCK)
+    if len(block) != (2 if strategy == "block" else 0):
+        reader.fail("block_structure", "two integers if the strategy is block, else nothing")
+    if strategy == "block":
+        return Scaling(strategy, (block[0], block[1]), symmetric)
     if strategy != "group":
         if group_size is not None and group_size > 0:
             reader.fail("group_size", f"null or -1, as the strategy is {strategy}")
         return Scaling(strategy, symmetric=symmetric)
     if group_size is None or group_size < 1:
         reader.fail("group_size", "a positive integer, as the strategy is group")
-    return Scaling(strategy, group_size, symmetric)
+    return Scaling(strategy, (1, group_size), symmetric)
 
 
 def _usual_strategy(group_size: int | None) -> str:

@@ -21,8 +21,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from expertmesh.formats.codec import NUMPY_TYPES, Codec, PartData
 from expertmesh.formats.encode import encode
 from expertmesh.formats.fp8 import Fp8Blocks
-from expertmesh.formats.integers import PackedIntegers, PlainIntegers, Scaling
 from expertmesh.formats.mxfp4 import Mxfp4
+from expertmesh.formats.packed import PackedIntegers
+from expertmesh.formats.scaled import ScaledBytes
+from expertmesh.formats.scaling import Scaling
 
 with warnings.catch_warnings():  # of its imports
     warnings.simplefilter("ignore")
@@ -130,7 +132,31 @@ def test_integers_equal_compressed_tensors(
     stored, expected = _compress(
         storage, _weights(*shape).to(scale_dtype), bits, strategy, symmetric, group_size
     )
-    codec = _integers(storage, bits, Scaling(strategy, group_size or 0, symmetric))
+    scaling = Scaling(strategy, (1, group_size) if group_size else (0, 0), symmetric)
+    codec = _integers(storage, bits, scaling)
+    found = _decode(codec, _in_order(codec, stored, shape), shape)
+    _assert_same_bits(expected.float(), _rounded(found, scale_dtype))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("storage", ["float-quantized", "naive-quantized"])
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("shape", [(64, 96), (33, 50), (1, 1)])
+def test_scaled_fp8_equals_compressed_tensors(
+    strategy: str, storage: str, scale_dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """FP8 under the other names and strategies that compressed-tensors has; ragged blocks too."""
+    block = (16, 32) if strategy == "block" else (0, 0)
+    codec = ScaledBytes("fp8", Scaling(strategy, block))
+    weight = _weights(*shape)
+    scale = torch.from_numpy(encode(codec, weight.numpy())[1].data).to(scale_dtype)
+    structure = list(block) if strategy == "block" else None
+    args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, block_structure=structure)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = BaseCompressor.get_value_from_registry(storage)
+    state = {"weight": weight.to(scale_dtype), "weight_scale": scale}
+    stored = compressor.compress(state, scheme)
+    expected = compressor.decompress(stored, scheme)["weight"]
     found = _decode(codec, _in_order(codec, stored, shape), shape)
     _assert_same_bits(expected.float(), _rounded(found, scale_dtype))
 
@@ -160,8 +186,12 @@ def test_packed_shape_has_to_be_the_weights() -> None:
     ("codec", "shape", "expected"),
     [
         (Mxfp4(), (4, 33), "columns in blocks of 32, and there are 33"),
-        (PlainIntegers(Scaling("group", 32)), (4, 48), "groups of 32 columns do not divide its 48"),
-        (PackedIntegers(4, Scaling("group", 5)), (4, 48), "groups of 5 columns do not divide"),
+        (
+            ScaledBytes("int8", Scaling("group", (1, 32))),
+            (4, 48),
+            "groups of 32 columns do not divide its 48",
+        ),
+        (PackedIntegers(4, Scaling("group", (1, 5))), (4, 48), "groups of 5 columns do not divide"),
         (PackedIntegers(4, Scaling("channel")), (2, 4, 48), "stacked in one tensor"),
         (Fp8Blocks(128, 128), (48,), "only matrices are quantised"),
     ],
@@ -186,11 +216,13 @@ def test_stacked_weights_have_axes_in_front() -> None:
     [
         (Fp8Blocks(128, 128), (200, 130), 16),
         (Mxfp4(), (6, 96), 3),
-        (PackedIntegers(4, Scaling("group", 32)), (5, 64), 14),
+        (PackedIntegers(4, Scaling("group", (1, 32))), (5, 64), 14),
         (PackedIntegers(4, Scaling("channel", symmetric=False)), (9, 33), 15),
-        (PackedIntegers(8, Scaling("group", 32, symmetric=False)), (5, 64), 255),
-        (PlainIntegers(Scaling("channel")), (5, 64), 254),
-        (PlainIntegers(Scaling("tensor", symmetric=False)), (5, 64), 255),
+        (PackedIntegers(8, Scaling("group", (1, 32), symmetric=False)), (5, 64), 255),
+        (ScaledBytes("int8", Scaling("channel")), (5, 64), 254),
+        (ScaledBytes("fp8", Scaling("tensor")), (5, 64), 16),
+        (ScaledBytes("fp8", Scaling("block", (4, 20))), (5, 64), 16),
+        (ScaledBytes("int8", Scaling("tensor", symmetric=False)), (5, 64), 255),
     ],
 )
 def test_what_is_encoded_is_decoded(codec: Codec, shape: tuple[int, int], steps: int) -> None:
@@ -261,7 +293,7 @@ def _compress(
 
 def _integers(storage: str, bits: int, scaling: Scaling) -> Codec:
     packed = storage == "pack-quantized"
-    return PackedIntegers(bits, scaling) if packed else PlainIntegers(scaling)
+    return PackedIntegers(bits, scaling) if packed else ScaledBytes("int8", scaling)
 
 
 def _in_order(

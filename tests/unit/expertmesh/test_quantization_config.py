@@ -14,9 +14,11 @@ from expertmesh.errors import CheckpointError
 from expertmesh.families.config_reader import ConfigReader
 from expertmesh.formats import NotQuantized, Quantization, parse_quantization
 from expertmesh.formats.fp8 import Fp8Blocks
-from expertmesh.formats.integers import PackedIntegers, PlainIntegers, Scaling
 from expertmesh.formats.modules import NameParts, Targets, check_pattern, module_of
 from expertmesh.formats.mxfp4 import Mxfp4
+from expertmesh.formats.packed import PackedIntegers
+from expertmesh.formats.scaled import ScaledBytes
+from expertmesh.formats.scaling import Scaling
 
 with warnings.catch_warnings():  # of its imports
     warnings.simplefilter("ignore")
@@ -46,6 +48,7 @@ INT4: Json = {
     "observer_kwargs": {},
 }  # fmt: skip
 INT8: Json = {**INT4, "num_bits": 8, "strategy": "channel", "group_size": None}
+FLOAT8: Json = {**INT8, "type": "float"}
 DYNAMIC: Json = {**INT8, "strategy": "token", "dynamic": True, "observer": None}
 
 
@@ -129,7 +132,7 @@ def test_mxfp4_is_the_experts() -> None:
 def test_compressed_tensors_as_kimi_has_it() -> None:
     """4 bits, groups of 32; attention and dense layers are ignored by patterns."""
     found = parse(compressed())
-    assert found.codec_of(EXPERT) == PackedIntegers(4, Scaling("group", 32))
+    assert found.codec_of(EXPERT) == PackedIntegers(4, Scaling("group", (1, 32)))
     for name in (ATTENTION, "lm_head.weight", "model.layers.0.mlp.down_proj.weight"):
         assert found.codec_of(name) is None
     assert parse(compressed(), "compression_config").codec_of(EXPERT) is not None
@@ -144,10 +147,10 @@ def test_groups_have_their_own_formats() -> None:
         group(targets=["re:.*k_proj$"], weights={**INT4, "symmetric": False, "group_size": 128}),
     )
     found = parse(compressed(*groups, ignore=[]))
-    assert found.codec_of(EXPERT) == PackedIntegers(4, Scaling("group", 32))
-    assert found.codec_of(OTHER_ATTENTION) == PlainIntegers(Scaling("channel"))
+    assert found.codec_of(EXPERT) == PackedIntegers(4, Scaling("group", (1, 32)))
+    assert found.codec_of(OTHER_ATTENTION) == ScaledBytes("int8", Scaling("channel"))
     assert found.codec_of(ATTENTION) is None
-    asymmetric = PackedIntegers(4, Scaling("group", 128, symmetric=False))
+    asymmetric = PackedIntegers(4, Scaling("group", (1, 128), symmetric=False))
     assert found.codec_of("model.layers.0.self_attn.k_proj.weight") == asymmetric
 
 
@@ -162,7 +165,16 @@ def test_groups_have_their_own_formats() -> None:
 def test_strategy_left_out_is_one_scale(weights: Json) -> None:
     """The default of compressed-tensors."""
     found = parse(compressed(group(weights=weights), format="int-quantized"))
-    assert found.codec_of(EXPERT) == PlainIntegers(Scaling("tensor"))
+    assert found.codec_of(EXPERT) == ScaledBytes("int8", Scaling("tensor"))
+
+
+def test_fp8_of_compressed_tensors() -> None:
+    """One scale per row, or per block."""
+    found = parse(compressed(group(weights=FLOAT8), format="float-quantized"))
+    assert found.codec_of(EXPERT) == ScaledBytes("fp8", Scaling("channel"))
+    blocks = {**FLOAT8, "strategy": "block", "block_structure": [128, 64]}
+    found = parse(compressed(group(weights=blocks), format="naive-quantized"))
+    assert found.codec_of(EXPERT) == ScaledBytes("fp8", Scaling("block", (128, 64)))
 
 
 def test_activations_quantised_on_the_fly_are_left_alone() -> None:
@@ -170,7 +182,7 @@ def test_activations_quantised_on_the_fly_are_left_alone() -> None:
     found = parse(
         compressed(group(weights=INT8, input_activations=DYNAMIC), format="int-quantized")
     )
-    assert found.codec_of(EXPERT) == PlainIntegers(Scaling("channel"))
+    assert found.codec_of(EXPERT) == ScaledBytes("int8", Scaling("channel"))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +232,27 @@ def test_activations_quantised_on_the_fly_are_left_alone() -> None:
         ),
         (
             compressed(group(weights={**INT4, "type": "float"})),
-            "config_groups.group_0.weights.type: expected 'int', found 'float'",
+            "group_0.format: expected one of float-quantized, naive-quantized, as the type is fl",
+        ),
+        (
+            compressed(group(weights={**INT4, "type": "complex"})),
+            "type: expected one of int, float",
+        ),
+        (
+            compressed(group(weights={**INT8, "type": "float"})),
+            "group_0.format: expected one of float-quantized, naive-quantized, as the type is fl",
+        ),
+        (
+            compressed(group(weights={**FLOAT8, "symmetric": False}), format="float-quantized"),
+            "symmetric: expected true, as the type is float",
+        ),
+        (
+            compressed(group(weights={**FLOAT8, "num_bits": 4}), format="float-quantized"),
+            "num_bits: expected 8, as the format is float-quantized",
+        ),
+        (
+            compressed(group(weights={**FLOAT8, "strategy": "block"}), format="float-quantized"),
+            "block_structure: expected two integers if the strategy is block",
         ),
         (compressed(group(weights={**INT4, "num_bits": 3})), "num_bits: expected 4 or 8, found 3"),
         (compressed(group(weights={**INT4, "dynamic": True})), "weights.dynamic: expected false"),

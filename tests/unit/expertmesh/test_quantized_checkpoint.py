@@ -16,7 +16,9 @@ from expertmesh.families.config_reader import Json
 from expertmesh.formats.codec import Codec, PartData
 from expertmesh.formats.encode import encode
 from expertmesh.formats.fp8 import Fp8Blocks
-from expertmesh.formats.integers import PackedIntegers, PlainIntegers, Scaling
+from expertmesh.formats.packed import PackedIntegers
+from expertmesh.formats.scaled import ScaledBytes
+from expertmesh.formats.scaling import Scaling
 from expertmesh.safetensors_file import pread_into
 from tests.support.quantized_folders import (
     Parts,
@@ -71,18 +73,23 @@ class Case:
 CASES = {
     "fp8": Case(FP8, Fp8Blocks(16, 10), Fp8Blocks(16, 10)),
     "fp8-bytes": Case({**FP8, "scale_fmt": "ue8m0"}, Fp8Blocks(16, 10), Fp8Blocks(16, 10)),
-    "int4": Case(compressed(), PackedIntegers(4, Scaling("group", 8)), None),
+    "int4": Case(compressed(), PackedIntegers(4, Scaling("group", (1, 8))), None),
     "int4-asymmetric": Case(
-        compressed(symmetric=False), PackedIntegers(4, Scaling("group", 8, False)), None
+        compressed(symmetric=False), PackedIntegers(4, Scaling("group", (1, 8), False)), None
     ),
     "int8-packed": Case(
         compressed(num_bits=8, strategy="channel", group_size=-1),
         PackedIntegers(8, Scaling("channel")),
         None,
     ),
-    "int8": Case(INT8, PlainIntegers(Scaling("channel")), None),
+    "int8": Case(INT8, ScaledBytes("int8", Scaling("channel")), None),
+    "fp8-channel": Case(
+        compressed("float-quantized", type="float", num_bits=8, strategy="channel", group_size=-1),
+        ScaledBytes("fp8", Scaling("channel")),
+        None,
+    ),
     "int8-naive": Case(
-        {**INT8, "format": "naive-quantized"}, PlainIntegers(Scaling("channel")), None
+        {**INT8, "format": "naive-quantized"}, ScaledBytes("int8", Scaling("channel")), None
     ),
 }
 
