@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,9 +142,8 @@ class ConfigReader:
     def refuse(self, key: str, fix: str = "", *, unless: Sequence[object] = (None, False)) -> None:
         """Refuses a key whose values, but for these, would change what is computed."""
         value = self.get(key)
-        if not any(value is other or value == other for other in unless):
-            known = [other for other in unless if other is not None]
-            expected = " or ".join(repr(other) for other in known) or "nothing"
+        if value not in unless:
+            expected = " or ".join(json.dumps(other) for other in unless)
             self.fail(key, expected, fix=fix or "anything else is not supported")
 
     def fail(self, key: str, expected: str, fix: str = "", found: object = None) -> Never:
