@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from attention_worker.drafts import Speculation
 from attention_worker.kv_groups import plan_kv_groups
 from attention_worker.model_runner import ModelRunner
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.kv_groups import KvGroups
 from expertmesh.model_config import DtypeName
+from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.sequence import SamplingParams
 from tests.support.expert_servers import entry_of, expert_servers
 from tests.support.expert_work import remote
@@ -25,7 +27,7 @@ from tests.support.family_folders import FamilyFolders
 from tests.support.oracle import prompts
 from tests.support.parity import Comparison, Traffic, bits, compare, drive
 from tests.support.parity_results import Layout, ParityResult, record
-from tests.support.runner_driver import make_runner
+from tests.support.runner_driver import RunnerDriver, make_runner
 from tests.support.scheduled_runner import ScheduledRunner
 from tests.support.tiny_families import FAMILIES, VOCAB_SIZE, WINDOW
 
@@ -161,6 +163,23 @@ def test_preemption_and_found_prefixes_change_no_bit(
         if crowded.num_preemptions > 1:
             return
     pytest.fail("nobody was preempted, however small the pool")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_drafts_change_no_bit(folders: FamilyFolders, name: str) -> None:
+    """Tokens that are verified together, past windows and block borders, rejected ones included."""
+    few = pb.SamplingSpec(allowed_token_ids=(7, 8, 9))  # so that the model repeats itself
+    num_steps = []
+    found = []
+    for speculation in (Speculation(), Speculation(num_tokens=5, lookup_max=4, lookup_min=1)):
+        runner = make_runner(folders.served(name), block_size=4, speculation=speculation)
+        driver = RunnerDriver(runner, chunk=7)
+        requests = [driver.submit([7, 8, 9, 7, 8, 9, 7 + last], 40, few) for last in range(3)]
+        driver.run()
+        num_steps.append(driver.step_number)
+        found.append(bits(requests))
+    assert num_steps[1] < num_steps[0], "no draft was accepted"
+    assert found[0] == found[1]
 
 
 _GREEDY = SamplingParams(24, temperature=0, ignore_eos=True)

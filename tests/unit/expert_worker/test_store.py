@@ -10,6 +10,7 @@ import torch
 
 from expert_worker.store import ExpertStore, ExpertStoreError, LayerResidency
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.model_tools.make_tiny import make_tiny
 from expertmesh.safetensors_file import pread_into
 from expertmesh_kernels.grouped_mlp import ExpertWeights
 from tests.conftest import Models
@@ -46,6 +47,20 @@ def test_only_own_experts_are_read(model_dir: Path) -> None:
     store.load(2, 7)
     assert num_read == 2 * store.bytes_per_expert
     assert store.num_used_slots == 2
+
+
+def test_biases_count_as_memory_of_an_expert(tmp_path: Path) -> None:
+    """Those of both matrices; they are resident with the expert."""
+    make_tiny("gpt_oss", tmp_path / "biased")
+    store = ExpertStore(Checkpoint.open(tmp_path / "biased"), "float32")
+    config = store.config
+    wide, hidden = config.moe_ffn(0).intermediate_size, config.hidden_size
+    assert store.bytes_per_expert == 4 * (3 * wide * hidden + 2 * wide + hidden)
+    assert store.bytes_per_expert == store.checkpoint.read_expert(0, 0).nbytes
+    store.load(0, 0)
+    with store.lease(0) as experts:
+        biases = (experts[0].gate_up.bias_N, experts[0].down.bias_N)
+    assert [len(bias) for bias in biases if bias is not None] == [2 * wide, hidden]
 
 
 def test_resident_bytes_are_those_of_own_experts(store: ExpertStore) -> None:

@@ -11,7 +11,12 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from expertmesh.model_config import GELU_TANH, SILU, Activation
-from expertmesh_kernels.activation import gated_activation, gated_activation_reference
+from expertmesh_kernels.activation import (
+    gated_activation,
+    gated_activation_reference,
+    sigmoid_scaled,
+    sigmoid_scaled_reference,
+)
 from expertmesh_kernels.grouped_mlp import (
     ExpertWeights,
     gated_mlp,
@@ -73,6 +78,24 @@ def test_clamped_swiglu_is_that_of_gpt_oss() -> None:
     )
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert int((gate_up.abs() > 7).sum()) > 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_scaled_by_the_sigmoid_of_their_logits(dtype: torch.dtype) -> None:
+    """Also where it is 0 or 1; no row depends on the others; other shapes are refused."""
+    x_RH = make_rows(6, dtype)
+    logits_R1 = torch.tensor([[0.0], [1.5], [-2.5], [200.0], [-200.0], [3.0]])
+    actual = sigmoid_scaled(x_RH, logits_R1)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(
+        actual, sigmoid_scaled_reference(x_RH, logits_R1), atol=1e-6, rtol=TOLERANCE[dtype]
+    )
+    alone = [sigmoid_scaled(x_RH[r : r + 1], logits_R1[r : r + 1]) for r in range(6)]
+    assert torch.equal(actual, torch.cat(alone))
+    assert torch.equal(actual[3], x_RH[3])
+    for wrong in (logits_R1[:5], logits_R1[:, 0], logits_R1.double()):
+        with pytest.raises(ValueError, match="logits are"):
+            sigmoid_scaled(x_RH, wrong)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
