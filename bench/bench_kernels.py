@@ -88,10 +88,29 @@ def bench_attention() -> None:
         )
 
 
+def bench_latent() -> None:
+    """Attention over latents of 512 + 64: one row after 2000 keys, and a prompt of 128."""
+    layout = KvLayout(num_heads=1, key_dim=576, value_dim=0)
+    options = AttentionOptions(scale=0.1, value_dim=512)
+    k = torch.randn(2048, 1, 576).bfloat16()
+    cache = KvCache(torch.zeros(128, 16 * 576, dtype=k.dtype), 0, layout, block_size=16)
+    write_kv(k, k[..., :0], cache, np.arange(2048))
+    tables = np.random.default_rng(0).permutation(128).astype(np.int32)[None]
+    for num_heads in (16, 128):
+        for positions in (np.arange(1999, 2000), np.arange(128)):
+            rows = len(positions)
+            q = torch.randn(rows, num_heads, 576).bfloat16()
+            arguments = (tables, np.zeros(rows, np.int32), positions.astype(np.int32))
+            show(
+                f"latent {num_heads} heads {rows} rows",
+                lambda q=q, a=arguments: paged_attention(q, cache, *a, options),
+            )
+
+
 def bench_small() -> None:
     """The other ops, mostly one row: what a call costs."""
     x = torch.randn(1, 576).bfloat16()
-    weight = torch.ones(576).bfloat16()
+    weight = torch.ones(576)
     tiny = pack_linear(torch.randn(64, 576).bfloat16())
     expert = ExpertWeights(
         pack_linear(torch.randn(3072, 576).bfloat16()),
@@ -165,6 +184,7 @@ def main() -> None:
     benches = {
         "linear": bench_linear,
         "attention": bench_attention,
+        "latent": bench_latent,
         "small": bench_small,
         "sampling": bench_sampling,
         "sampler": bench_sampler,

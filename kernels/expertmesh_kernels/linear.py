@@ -18,7 +18,8 @@ from expertmesh_kernels.cpu.linear import linear as cpu_linear
 from expertmesh_kernels.cpu.tile import PANEL
 from expertmesh_kernels.host import as_array
 
-_NO_BIAS = np.empty(0, np.float32)
+NO_BIAS = np.empty(0, np.float32)
+"""As CPU kernels take it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class PackedLinear:
     @cached_property
     def bias(self) -> NDArray[np.float32]:
         """The bias as CPU kernels take it: FP32, empty if there is none."""
-        return _NO_BIAS if self.bias_N is None else self.bias_N.float().numpy()
+        return NO_BIAS if self.bias_N is None else self.bias_N.float().numpy()
 
 
 def pack_linear(weight_NK: Tensor, bias_N: Tensor | None = None) -> PackedLinear:
@@ -89,7 +90,8 @@ def linear(x_RK: Tensor, packed: PackedLinear, *, out_dtype: torch.dtype | None 
     if x_RK.shape[1] != packed.in_features:
         raise ValueError(f"x has {x_RK.shape[1]} features, expected {packed.in_features}")
     out_RN = torch.empty(x_RK.shape[0], packed.out_features, dtype=out_dtype or x_RK.dtype)
-    cpu_linear(as_array(x_RK.float()), packed.panels, packed.bias, as_array(out_RN))
+    x, out = as_array(x_RK.float()), as_array(out_RN)
+    cpu_linear(x[:, None], packed.panels, packed.bias, out[:, None])
     return out_RN
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh_kernels.cpu.norm import rms_norm as cpu_rms_norm
@@ -14,7 +15,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = 
     """x / rms(x) * weight in FP32, in the dtype of x.
 
     Args:
-        x_TH: Any floating dtype; may be a column slice of a larger tensor.
+        x_TH: Any floating dtype.
         weight_H: float32.
         eps: Added to the mean square.
         round_first: x / rms(x) is rounded to the dtype of x before the product, as Llama does it;
@@ -25,7 +26,11 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = 
     if x_TH.device.type != "cpu":
         return rms_norm_reference(x_TH, weight_H, eps, round_first=round_first)
     out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
-    _run_cpu(x_TH[:, None], weight_H, eps, round_first, out_TH[:, None])
+    num_rows, width = x_TH.shape
+    _run_cpu(
+        as_array(x_TH).reshape(-1), as_array(out_TH).reshape(-1), (width, width), (num_rows, 1),
+        weight_H, eps, round_first,
+    )  # fmt: skip
     return out_TH
 
 
@@ -49,19 +54,20 @@ def rms_norm_heads_(
     if x_TnD.device.type != "cpu":
         parts.copy_(rms_norm_reference(parts, weight, eps, round_first=round_first))
         return
-    _run_cpu(parts, weight, eps, round_first, parts)
+    x, strides = as_heads(parts)
+    _run_cpu(x, x, strides, (parts.shape[0], parts.shape[1]), weight, eps, round_first)
 
 
 def _run_cpu(
-    x_TnD: Tensor, weight_D: Tensor, eps: float, round_first: bool, out_TnD: Tensor
+    x: NDArray[np.generic],
+    out: NDArray[np.generic],
+    strides: tuple[int, int],
+    shape: tuple[int, int],
+    weight: Tensor,
+    eps: float,
+    round_first: bool,
 ) -> None:
-    x, x_strides = as_heads(x_TnD)
-    out, out_strides = as_heads(out_TnD)
-    num_rows, num_parts, _ = x_TnD.shape
-    cpu_rms_norm(
-        x, x_strides, (num_rows, num_parts), as_array(weight_D.float()), np.float32(eps),
-        round_first, out, out_strides,
-    )  # fmt: skip
+    cpu_rms_norm(x, out, strides, shape, as_array(weight.float()), np.float32(eps), round_first)
 
 
 def rms_norm_reference(

@@ -26,6 +26,8 @@ from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
 
 MAX_QUERIES = 24
 """Query vectors (rows x heads of one group) that share loads; bounds the scratch."""
+MAX_LATENT_QUERIES = 96
+"""More where values must be transposed."""
 
 
 @njit
@@ -62,34 +64,42 @@ def paged_attention(
     num_rows, num_heads, value_dim = out_TnD.shape
     key_dim = pages.key_dim
     group = num_heads // pages.num_heads
-    max_rows = max(1, MAX_QUERIES // group)
+    max_queries = MAX_LATENT_QUERIES if pages.value_dim == 0 else MAX_QUERIES
+    max_rows = max(1, max_queries // group)
     room = _scratch_keys(positions_T, window, max_rows)
-    columns = -(-value_dim // PANEL) * PANEL
+    num_panels = -(-value_dim // PANEL)
     wide_q = np.empty(max_rows * group * key_dim, np.float32)
     scores = np.empty(max_rows * group * room, np.float32)
     sums = np.empty(max_rows * group, np.float32)
-    panel = np.zeros(max(key_dim, columns) * PANEL, np.float32)
-    acc = np.empty(max(max_rows * group * columns, MAX_ROWS * PANEL), np.float32)
+    panel = np.zeros(max(key_dim, num_panels * PANEL) * PANEL, np.float32)
+    acc = np.empty(max(max_rows * group * num_panels, MAX_ROWS) * PANEL, np.float32)
     t = 0
     while t < num_rows:
         rows = _run_length(sequence_of_row_T, positions_T, t, max_rows)
         table = block_tables_SB[sequence_of_row_T[t]]
         first = int(positions_T[t])
+        end = first + rows
+        origin = _first_panel(first, window)
+        num_queries = rows * group
         for kv_head in range(pages.num_heads):
             head = kv_head * group
             for r in range(rows):
                 q_at = (t + r) * q_stride + head * key_dim
                 widen_block(q, q_at, 0, 1, group * key_dim, wide_q, r * group * key_dim, 0)
-            _scores(
-                wide_q, rows * group, pool, pages, kv_head, table,
-                first, rows, window, scale, panel, acc, scores, room,
-            )  # fmt: skip
+            for begin in range(origin, end, PANEL):
+                load_keys(pool, pages, kv_head, table, begin, min(begin + PANEL, end), panel)
+                at = begin - origin
+                _score_panel(wide_q, num_queries, key_dim, panel, scale, acc, scores, at, room)
             sinks = sinks_n[head : head + group]  # of no sinks: empty
-            _softmax(scores, room, sums[: rows * group], first, rows, window, softcap, sinks)
-            _weighted_sums(
-                scores, room, pool, pages, kv_head, table,
-                first, rows, group, window, value_dim, panel, acc,
-            )  # fmt: skip
+            _softmax(scores, room, sums[:num_queries], first, rows, window, softcap, sinks)
+            acc[: num_panels * num_queries * PANEL] = np.float32(0.0)
+            for begin in range(origin, end, PANEL):
+                stop = min(begin + PANEL, end)
+                load_values(pool, pages, kv_head, table, begin, stop, value_dim, panel)
+                _weigh_panel(
+                    scores, room, origin, begin, stop, first, rows, group, window,
+                    num_panels, panel, acc,
+                )  # fmt: skip
             _store(acc, sums, rows, group, out_TnD, t, head)
         t += rows
 
@@ -127,38 +137,28 @@ def _first_panel(first: int, window: int) -> int:
 
 
 @njit
-def _scores(
+def _score_panel(
     wide_q: NDArray[np.float32],
     num_queries: int,
-    pool: NDArray[np.generic],
-    pages: Pages,
-    kv_head: int,
-    table: NDArray[np.int32],
-    first: int,
-    rows: int,
-    window: int,
-    scale: np.float32,
+    key_dim: int,
     panel: NDArray[np.float32],
+    scale: np.float32,
     acc: NDArray[np.float32],
     scores: NDArray[np.float32],
+    first_score: int,
     room: int,
 ) -> None:
-    """scores[m * room + j - origin] for all keys of the run, some beyond a row's own range."""
-    key_dim = pages.key_dim
-    origin = _first_panel(first, window)
-    end = first + rows
-    for begin in range(origin, end, PANEL):
-        load_keys(pool, pages, kv_head, table, begin, min(begin + PANEL, end), panel)
-        for m in range(0, num_queries, MAX_ROWS):
-            tile = min(MAX_ROWS, num_queries - m)
-            acc[: tile * PANEL] = np.float32(0.0)
-            run_tile(tile, wide_q, m * key_dim, key_dim, panel, 0, key_dim, acc, 0)
-            for r in range(tile):
-                at = (m + r) * room + begin - origin
-                target = scores[at : at + PANEL]
-                source = acc[r * PANEL : (r + 1) * PANEL]
-                for c in range(PANEL):
-                    target[c] = source[c] * scale
+    """scores[m * room + first_score + c] for 64 keys, some perhaps not for row m to see."""
+    for m in range(0, num_queries, MAX_ROWS):
+        tile = min(MAX_ROWS, num_queries - m)
+        acc[: tile * PANEL] = np.float32(0.0)
+        run_tile(tile, wide_q, m * key_dim, key_dim, panel, 0, key_dim, acc, 0)
+        for r in range(tile):
+            at = (m + r) * room + first_score
+            target = scores[at : at + PANEL]
+            source = acc[r * PANEL : (r + 1) * PANEL]
+            for c in range(PANEL):
+                target[c] = source[c] * scale
 
 
 @njit
@@ -199,45 +199,37 @@ def _cap(values: NDArray[np.float32], cap: np.float32) -> None:
 
 
 @njit
-def _weighted_sums(
+def _weigh_panel(
     scores: NDArray[np.float32],
     room: int,
-    pool: NDArray[np.generic],
-    pages: Pages,
-    kv_head: int,
-    table: NDArray[np.int32],
+    origin: int,
+    begin: int,
+    stop: int,
     first: int,
     rows: int,
     group: int,
     window: int,
-    value_dim: int,
+    num_panels: int,
     panel: NDArray[np.float32],
     acc: NDArray[np.float32],
 ) -> None:
-    """acc[column panel, m, c]: chains over each row's visible keys, ascending."""
+    """Extend the chains acc[column panel, m, c] by the keys begin .. stop that each row sees."""
     num_queries = rows * group
-    num_panels = -(-value_dim // PANEL)
-    origin = _first_panel(first, window)
-    end = first + rows
-    acc[: num_panels * num_queries * PANEL] = np.float32(0.0)
-    for begin in range(origin, end, PANEL):
-        stop = min(begin + PANEL, end)
-        load_values(pool, pages, kv_head, table, begin, stop, value_dim, panel)
-        # The last row starts latest and the first row ends first.
-        is_shared = begin >= max(end - window, 0) and stop <= first + 1
-        runs = 1 if is_shared else rows
-        per_run = num_queries // runs
-        for run in range(runs):
-            low = begin if is_shared else max(begin, first + run + 1 - window)
-            high = stop if is_shared else min(stop, first + run + 1)
-            for p in range(num_panels if high > low else 0):
-                for m in range(run * per_run, (run + 1) * per_run, MAX_ROWS):
-                    run_tile(
-                        min(MAX_ROWS, (run + 1) * per_run - m),
-                        scores, m * room + low - origin, room,
-                        panel, (p * PANEL + low - begin) * PANEL, high - low,
-                        acc, (p * num_queries + m) * PANEL,
-                    )  # fmt: skip
+    # The last row starts latest and the first row ends first.
+    is_shared = begin >= max(first + rows - window, 0) and stop <= first + 1
+    runs = 1 if is_shared else rows
+    per_run = num_queries // runs
+    for run in range(runs):
+        low = begin if is_shared else max(begin, first + run + 1 - window)
+        high = stop if is_shared else min(stop, first + run + 1)
+        for p in range(num_panels if high > low else 0):
+            for m in range(run * per_run, (run + 1) * per_run, MAX_ROWS):
+                run_tile(
+                    min(MAX_ROWS, (run + 1) * per_run - m),
+                    scores, m * room + low - origin, room,
+                    panel, (p * PANEL + low - begin) * PANEL, high - low,
+                    acc, (p * num_queries + m) * PANEL,
+                )  # fmt: skip
 
 
 @njit

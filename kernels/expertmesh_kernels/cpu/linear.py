@@ -15,24 +15,29 @@ WIDEN_FROM_ROWS = 2 * MAX_ROWS + 1
 
 @njit
 def linear(
-    x_RK: NDArray[np.float32],
+    x_TnK: NDArray[np.float32],
     panels: NDArray[np.generic],
     bias_N: NDArray[np.float32],
-    out_RN: NDArray[np.generic],
+    out_TnN: NDArray[np.generic],
 ) -> None:
-    """out = x @ weight + bias, rounded once.
+    """out[t, h] = x[t, h] @ weight[h] + bias, rounded once, for each of n heads.
 
     Args:
-        x_RK: FP32 rows, contiguous.
-        panels: Flat [ceil(N / 64), K, 64], zero beyond column N.
+        x_TnK: FP32 rows, contiguous.
+        panels: Flat [n, ceil(N / 64), K, 64], zero beyond column N.
         bias_N: FP32, or empty.
-        out_RN: Any stored type, contiguous.
+        out_TnN: Any stored type, contiguous.
     """
-    num_rows, depth = x_RK.shape
-    columns = out_RN.shape[1]
-    x = x_RK.reshape(x_RK.size)
-    out = out_RN.reshape(out_RN.size)
-    linear_rows(x, 0, depth, num_rows, panels, 0, depth, bias_N, out, 0, columns, columns)
+    num_rows, num_heads, depth = x_TnK.shape
+    columns = out_TnN.shape[2]
+    x = x_TnK.reshape(x_TnK.size)
+    out = out_TnN.reshape(out_TnN.size)
+    for head in range(num_heads):
+        linear_rows(
+            x, head * depth, num_heads * depth, num_rows,
+            panels, head * (panels.size // num_heads), depth, bias_N,
+            out, head * columns, num_heads * columns, columns,
+        )  # fmt: skip
 
 
 @njit
@@ -81,21 +86,3 @@ def _add_bias(
         bias = bias_N[column : column + count]
         for c in range(count):
             target[c] += bias[c]
-
-
-@njit
-def head_linear(
-    x_TnK: NDArray[np.float32], panels: NDArray[np.generic], out_TnN: NDArray[np.generic]
-) -> None:
-    """out[t, h] = x[t, h] @ weight[h] for each head h; `panels` are those of all heads, flat."""
-    num_rows, num_heads, depth = x_TnK.shape
-    columns = out_TnN.shape[2]
-    x = x_TnK.reshape(x_TnK.size)
-    out = out_TnN.reshape(out_TnN.size)
-    no_bias = np.empty(0, np.float32)
-    for head in range(num_heads):
-        linear_rows(
-            x, head * depth, num_heads * depth, num_rows,
-            panels, head * (panels.size // num_heads), depth, no_bias,
-            out, head * columns, num_heads * columns, columns,
-        )  # fmt: skip

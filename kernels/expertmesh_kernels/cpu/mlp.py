@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.activation import gated_activation
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.linear import linear
+from expertmesh_kernels.cpu.linear import linear_rows
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
 
 
@@ -19,7 +19,7 @@ def gated_mlp(
     gate_up_bias: NDArray[np.float32],
     down: NDArray[np.generic],
     down_bias: NDArray[np.float32],
-    intermediate_size: int,
+    width: int,
     kind: int,
     alpha: np.float32,
     limit: np.float32,
@@ -37,7 +37,7 @@ def gated_mlp(
         gate_up_bias: [2I] or empty.
         down: Flat panels, I -> H.
         down_bias: [H] or empty.
-        intermediate_size: I.
+        width: I.
         kind: Of the activation; see `expertmesh_kernels.cpu.activation`.
         alpha: Of the activation.
         limit: Of the activation.
@@ -52,15 +52,23 @@ def gated_mlp(
         target = wide[n]
         for h in range(hidden):
             target[h] = widen(source[h])
-    gate_up_N2I = np.empty((num_rows, 2 * intermediate_size), np.float32)
-    linear(wide, gate_up, gate_up_bias, gate_up_N2I)
-    act_NI = np.empty((num_rows, intermediate_size), np.float32)
+    gate_up_N2I = np.empty((num_rows, 2 * width), np.float32)
+    linear_rows(
+        wide.reshape(wide.size), 0, hidden, num_rows,
+        gate_up, 0, hidden, gate_up_bias,
+        gate_up_N2I.reshape(gate_up_N2I.size), 0, 2 * width, 2 * width,
+    )  # fmt: skip
+    act_NI = np.empty((num_rows, width), np.float32)
     gated_activation(gate_up_N2I, kind, alpha, limit, act_NI)
     for n in range(num_rows):
         act = act_NI[n]
-        for i in range(intermediate_size):
+        for i in range(width):
             act[i] = widen(narrow_like(act[i], x_RH))
-    linear(act_NI, down, down_bias, wide)
+    linear_rows(
+        act_NI.reshape(act_NI.size), 0, width, num_rows,
+        down, 0, width, down_bias,
+        wide.reshape(wide.size), 0, hidden, hidden,
+    )  # fmt: skip
     for n in range(num_rows):
         source_wide = wide[n]
         result = out[out_rows_N[n]]

@@ -14,13 +14,12 @@ _LANES = 16
 @njit
 def rms_norm(
     x: NDArray[np.generic],
-    x_strides: tuple[int, int],
+    out: NDArray[np.generic],
+    strides: tuple[int, int],
     shape: tuple[int, int],
     weight: NDArray[np.float32],
     eps: np.float32,
     round_first: bool,
-    out: NDArray[np.generic],
-    out_strides: tuple[int, int],
 ) -> None:
     """out = x / rms(x) * weight, for each part of each row; `out` may be `x`.
 
@@ -29,26 +28,25 @@ def rms_norm(
 
     Args:
         x: Flat; a part has as many elements as `weight`.
-        x_strides: Distance of two rows, and of two parts of a row.
+        out: Flat, of the type of x.
+        strides: Distance of two rows, and of two parts of a row, in both.
         shape: Rows, and parts of a row.
         weight: Of each part.
         eps: Added to the mean square.
         round_first: x / rms(x) is rounded before the product, as Llama does it.
-        out: Flat, of the type of x.
-        out_strides: As `x_strides`.
     """
     width = weight.size
     wide = np.zeros(-(-width // _LANES) * _LANES, np.float32)
     sums = np.empty(_LANES, np.float32)
     for t in range(shape[0]):
         for part in range(shape[1]):
-            source = x[t * x_strides[0] + part * x_strides[1] :]
+            at = t * strides[0] + part * strides[1]
+            source = x[at : at + width]
+            target = out[at : at + width]
             for h in range(width):
                 wide[h] = widen(source[h])
             mean = _sum_of_squares(wide, sums) / np.float32(width)
             factor = np.float32(1.0) / np.sqrt(mean + eps)
-            at = t * out_strides[0] + part * out_strides[1]
-            target = out[at : at + width]
             if round_first:
                 for h in range(width):
                     normal = widen(narrow_like(wide[h] * factor, out))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import widen
 from expertmesh_kernels.cpu.storage import widen_block
-from expertmesh_kernels.cpu.tile import PANEL
+from expertmesh_kernels.cpu.tile import PANEL, transpose_strip
 
 
 class Pages(NamedTuple):
@@ -126,7 +126,7 @@ def load_values(
         block = int(table[index])
         if pages.value_dim == 0:
             keys_at = _keys_of(pages, block, head) + offset
-            _load_latent(pool, keys_at, size, count, value_dim, panel, j - begin)
+            _load_latent(pool, keys_at, size, count, size - offset, value_dim, panel, j - begin)
         else:
             values_at = _values_of(pages, block, head) + offset * value_dim
             for column in range(0, value_dim, PANEL):
@@ -144,13 +144,25 @@ def _load_latent(
     at: int,
     stride: int,
     count: int,
+    limit: int,
     value_dim: int,
     panel: NDArray[np.float32],
     first: int,
 ) -> None:
-    """Values of `count` tokens out of their transposed keys, to rows first, first + 1, ..."""
-    for d in range(value_dim):
-        source = pool[at + d * stride : at + d * stride + count]
-        target = panel[(d // PANEL * PANEL + first) * PANEL + d % PANEL :]
-        for i in range(count):
-            target[i * PANEL] = widen(source[i])
+    """Values of tokens out of their transposed keys, to rows first, first + 1, ... of the panels.
+
+    16 tokens and dimensions at a time as long as they are in the block, which has `limit` tokens
+    from here on; rows after the first `count` may hold anything.
+    """
+    for strip in range(0, count, 16):
+        row = first + strip
+        is_whole = strip + 16 <= limit and row + 16 <= PANEL
+        whole = value_dim - value_dim % 16 if is_whole else 0
+        for d in range(0, whole, 16):
+            panel_at = (d // PANEL * PANEL + row) * PANEL + d % PANEL
+            transpose_strip(pool, at + d * stride + strip, stride, panel, panel_at, PANEL)
+        for d in range(whole, value_dim):
+            source = pool[at + d * stride + strip : at + d * stride + min(strip + 16, count)]
+            target = panel[(d // PANEL * PANEL + row) * PANEL + d % PANEL :]
+            for i in range(source.size):
+                target[i * PANEL] = widen(source[i])

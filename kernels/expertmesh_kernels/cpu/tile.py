@@ -155,6 +155,46 @@ widen_strip = cast(Callable[..., None], intrinsic(_widen_typing))
 wide[wide_at + i * wide_stride + c] = stored[at + i * stride + c] for i < count and c < 16.
 """
 
+
+def _transpose_typing(
+    _context: Any, stored: Any, _1: Any, _2: Any, wide: Any, _4: Any, _5: Any
+) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source = _pointer(context, builder, stored, args[0], args[1])
+        target = _pointer(context, builder, wide, args[3], args[4])
+        rows = []
+        for i in range(_LANES):
+            row = builder.gep(source, [builder.mul(args[2], ir.Constant(args[2].type, i))])
+            rows.append(_load_weights(builder, row, 0, stored.dtype))
+        for i, column in enumerate(_transposed(builder, rows)):
+            place = builder.gep(target, [builder.mul(args[5], ir.Constant(args[5].type, i))])
+            builder.store(column, _vector_at(builder, place, 0), align=4)
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(stored, at, at, wide, at, at), codegen
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Swap the off-diagonal blocks of size 8, then 4, 2, 1: the transpose of 16 vectors."""
+    rows = list(rows)
+    for step in (8, 4, 2, 1):
+        lanes = range(_LANES)
+        upper = [lane + _LANES - step if lane & step else lane for lane in lanes]
+        lower = [lane + _LANES if lane & step else lane + step for lane in lanes]
+        masks = [ir.Constant(ir.VectorType(_INT32, _LANES), mask) for mask in (upper, lower)]
+        for i in (row for row in lanes if not row & step):
+            pair = rows[i], rows[i + step]
+            rows[i], rows[i + step] = (builder.shuffle_vector(*pair, mask) for mask in masks)
+    return rows
+
+
+transpose_strip = cast(Callable[..., None], intrinsic(_transpose_typing))
+"""`transpose_strip(stored, at, stride, wide, wide_at, wide_stride)`: 16 x 16 elements to FP32.
+
+wide[wide_at + j * wide_stride + i] = stored[at + i * stride + j] for i, j < 16.
+"""
+
 _tile_1 = _make_tile(1)
 _tile_2 = _make_tile(2)
 _tile_3 = _make_tile(3)

@@ -66,7 +66,7 @@ def test_norm_keeps_a_weight_that_the_dtype_cannot_hold() -> None:
 
 
 def test_norm_of_a_column_slice() -> None:
-    """A slice of wider rows is read in place."""
+    """A slice of wider rows gives the same."""
     x_TH, weight_H = make_rows((4, 24), torch.bfloat16)
     expected = rms_norm(x_TH[:, 4:20].contiguous(), weight_H[:16], 1e-5)
     assert torch.equal(expected, rms_norm(x_TH[:, 4:20], weight_H[:16], 1e-5))
