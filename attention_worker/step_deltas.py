@@ -194,9 +194,8 @@ class StepDeltas:
 
     def _append_blocks(self, entry: pb.ScheduledRequest) -> None:
         for append in entry.new_blocks:
-            block_ids = np.array(append.block_ids, np.int64)
             try:
-                self._state.append_blocks(entry.slot, append.group, append.start, block_ids)
+                self._state.append_blocks(entry.slot, append.group, append.start, append.block_ids)
             except ValueError as error:
                 raise MalformedStepError(str(error)) from error
 

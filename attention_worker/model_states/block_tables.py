@@ -7,6 +7,8 @@ Shape letters: T rows of a step, S sequences of a step, B blocks of the longest 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -40,17 +42,17 @@ class BlockTables:
         """Blocks of a slot, in order."""
         return self._table_SB[slot, : self.num_blocks_S[slot]]
 
-    def seen(self, slot: int, position: int) -> npt.NDArray[np.int32]:
+    def seen(self, slot: int, position: int) -> list[int]:
         """Blocks of a slot that the token at `position` sees, or later ones."""
-        return self.table(slot)[self._groups.first_seen(self._group, position) :]
+        first = self._groups.first_seen(self._group, position)
+        seen: list[int] = self.table(slot)[first:].tolist()
+        return seen
 
-    def has(self, slot: int, start: int, block_ids: npt.NDArray[np.int64]) -> bool:
+    def has(self, slot: int, start: int, block_ids: Sequence[int]) -> bool:
         """True if a table ends with just these blocks, from `start` on."""
-        return np.array_equal(self.table(slot)[start:], block_ids)
+        return bool(self.table(slot)[start:].tolist() == list(block_ids))
 
-    def append(
-        self, slot: int, start: int, block_ids: npt.NDArray[np.int64], position: int
-    ) -> None:
+    def append(self, slot: int, start: int, block_ids: Sequence[int], position: int) -> None:
         """Continues a table.
 
         Args:

@@ -6,6 +6,7 @@ What a step writes must not count before `commit`: an abandoned step is computed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,9 +25,7 @@ class ModelState(Protocol):
     def begin(self, slot: int, num_cached: int) -> None:
         """A request has the slot; what its first `num_cached` tokens leave behind is there."""
 
-    def append_blocks(
-        self, slot: int, group: int, start: int, block_ids: npt.NDArray[np.int64]
-    ) -> None:
+    def append_blocks(self, slot: int, group: int, start: int, block_ids: Sequence[int]) -> None:
         """Continues a slot's block table in a KV group; a repeated append changes nothing.
 
         Raises:

@@ -7,7 +7,10 @@ Shape letters: T rows of a step, S sequences of a step, B blocks of the longest 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +20,7 @@ from attention_worker.model_states.block_tables import BlockTables
 from expertmesh_kernels.paged_attention import KvCache
 
 
-@dataclass(frozen=True)
-class LayerInputs:
+class LayerInputs(NamedTuple):
     """Where a layer finds the keys and values of the rows of a step."""
 
     cache: KvCache
@@ -63,9 +65,7 @@ class PagedKvState:
         """Blocks of one slot in one group, in order."""
         return self._tables[group].table(slot)
 
-    def append_blocks(
-        self, slot: int, group: int, start: int, block_ids: npt.NDArray[np.int64]
-    ) -> None:
+    def append_blocks(self, slot: int, group: int, start: int, block_ids: Sequence[int]) -> None:
         """Continues a table; see ModelState.
 
         Raises:
@@ -76,19 +76,20 @@ class PagedKvState:
             raise ValueError(
                 f"slot {slot}: KV group {group} is out of range: there are {len(self._tables)}"
             )
-        outside = block_ids[(block_ids < 0) | (block_ids >= self.kv.num_blocks)]
-        if outside.size:
+        if max(block_ids, default=0) >= self.kv.num_blocks:
             raise ValueError(
-                f"slot {slot}: KV block {outside[0]} is out of range: "
+                f"slot {slot}: KV block {max(block_ids)} is out of range: "
                 f"the pool has {self.kv.num_blocks} blocks"
             )
-        if self._tables[group].has(slot, start, block_ids):
+        tables = self._tables[group]
+        if tables.has(slot, start, block_ids):
             return
         position = int(self._num_computed_S[slot])
-        seen = np.concatenate([tables.seen(slot, position) for tables in self._tables])
-        if np.isin(block_ids, seen).any() or len(np.unique(block_ids)) != len(block_ids):
-            raise ValueError(f"slot {slot}: KV blocks {block_ids.tolist()} repeat a block")
-        self._tables[group].append(slot, start, block_ids, position)
+        seen = chain.from_iterable(tables.seen(slot, position) for tables in self._tables)
+        distinct = set(block_ids)
+        if len(distinct) < len(block_ids) or not distinct.isdisjoint(seen):
+            raise ValueError(f"slot {slot}: KV blocks {list(block_ids)} repeat a block")
+        tables.append(slot, start, block_ids, position)
 
     def num_covered(self, slots_S: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens that every table of these slots has blocks for, [S]."""
