@@ -18,7 +18,7 @@ END = "<!-- end of families -->"
 
 HEADER = (
     *("family", "`model_type`", "for example", "attention", "FFN and gate"),
-    *("logits, colocated", "logits, 2 expert workers", "equal tokens"),
+    *("largest difference, colocated", "with 2 expert workers", "equal tokens"),
 )
 
 Results = Mapping[tuple[str, Layout], ParityResult]
@@ -43,7 +43,7 @@ class FamilyRow:
 ROWS = (
     FamilyRow(
         *("Llama", "llama", "Llama 2, 3.x, SmolLM2, TinyLlama, Yi"),
-        "grouped-query; rope default, linear, llama3",
+        "grouped-query; rope default, linear, llama3, yarn",
         "dense",
     ),
     FamilyRow("Mistral", "mistral", "Mistral 7B, Nemo", "grouped-query, window", "dense"),
@@ -65,12 +65,12 @@ ROWS = (
     ),
     FamilyRow(
         *("Mixtral", "mixtral", "Mixtral 8x7B, 8x22B"),
-        "grouped-query",
+        "grouped-query, window",
         "top-k softmax, renormalised",
     ),
     FamilyRow(
         *("Qwen2-MoE", "qwen2_moe", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
-        "grouped-query with biases",
+        "grouped-query with biases, window on some layers",
         "top-k softmax, gated shared expert; dense layers",
     ),
     FamilyRow(
@@ -81,7 +81,7 @@ ROWS = (
     FamilyRow(
         *("OLMoE", "olmoe", "OLMoE-1B-7B"),
         "grouped-query, norm over all heads, clip",
-        "top-k softmax, not renormalised",
+        "top-k softmax, renormalised or not",
     ),
     FamilyRow(
         *("DeepSeek-V2", "deepseek_v2", "DeepSeek-V2, V2-Lite"),

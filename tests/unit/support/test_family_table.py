@@ -79,3 +79,14 @@ def test_every_family_is_documented() -> None:
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     named = [name for line in lines for name in re.findall(r"`(\w+)`", line.split(" | ")[0])]
     assert sorted(named) == sorted(("model_type", *FAMILIES))  # the header first
+
+
+def test_readme_has_every_family_as_measured() -> None:
+    """Run `make family-table` after a change of a family; every token was equal."""
+    found = cells_in(README.read_text())
+    assert [cells[:5] for cells in found] == [row.cells for row in known_rows()]
+    for *_, colocated, remote, tokens in found:
+        assert float(colocated) < 1e-3
+        assert remote == "no experts" or float(remote) < 1e-3
+        equal, compared = tokens.split(" of ")
+        assert int(equal) == int(compared) > 0
