@@ -37,6 +37,8 @@ decide discretely, the others are small or looked up."""
 
 _MAIN_SUFFIXES = ("", "_packed", "_blocks")
 """Of the tensors that hold a weight's codes, in all formats."""
+_ANY_SUFFIX = (*_MAIN_SUFFIXES, "_scale", "_scale_inv", "_scales")
+"""Of the tensors by which one sees that there has to be a weight."""
 
 
 def quantized_storage(quantization: Quantization) -> WeightStorage:
@@ -51,8 +53,8 @@ class QuantizedStorage:
     quantization: Quantization
 
     def holds(self, weight: Weight, files: TensorFiles) -> bool:
-        """Whether there are codes of it, in whatever format."""
-        return any(weight.name + suffix in files for suffix in _MAIN_SUFFIXES)
+        """Whether there is anything of it, in whatever format."""
+        return any(weight.name + suffix in files for suffix in _ANY_SUFFIX)
 
     def take(self, weight: Weight, files: TensorFiles) -> StoredWeight:
         """The tensors of the format that the weight has to have."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from expertmesh.families.config_reader import Json
 from expertmesh.formats.codec import NUMPY_TYPES, PartData
@@ -14,6 +18,23 @@ from expertmesh.weight_storage import FileTensor
 from tests.support.tiny_folders import Tensors, save_folder
 
 Parts = dict[str, PartData]
+
+FP8: Json = {"quant_method": "fp8", "weight_block_size": [16, 10]}
+ATTENTION_ONLY: Json = {**FP8, "modules_to_not_convert": ["model.layers.*.block_sparse_moe"]}
+
+
+def compressed(storage: str = "pack-quantized", **weights: object) -> Json:
+    """Experts in groups of 8 columns of 4 bits, with changes."""
+    usual: Json = {"num_bits": 4, "strategy": "group", "group_size": 8}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": storage,
+        "config_groups": {"g": {"targets": ["Linear"], "weights": usual | weights}},
+        "ignore": ["lm_head", "re:.*self_attn"],
+    }
+
+
+INT8 = compressed("int-quantized", num_bits=8, strategy="channel", group_size=None)
 
 
 def quantized_folder(folder: Path, config: Json, tensors: Tensors, quantization: Json) -> Path:
@@ -46,3 +67,37 @@ def change_config(folder: Path, quantization: Json | None) -> None:
     if quantization is not None:
         config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))
+
+
+Change = Callable[[Parts], None]
+"""Of stored tensors, in place."""
+
+
+def drop(name: str) -> Change:
+    """Without a tensor."""
+    return lambda parts: parts.__delitem__(name)
+
+
+def put(name: str, data: npt.NDArray[np.generic], code: str) -> Change:
+    """With another tensor."""
+    return lambda parts: parts.__setitem__(name, PartData(data, code))
+
+
+def copy(name: str, new: str) -> Change:
+    """With a tensor under a second name."""
+    return lambda parts: parts.__setitem__(new, parts[name])
+
+
+def poke(name: str, value: object) -> Change:
+    """With another first element."""
+    return lambda parts: parts[name].data.reshape(-1).__setitem__(0, value)
+
+
+def both(first: Change, second: Change) -> Change:
+    """One after the other."""
+
+    def change(parts: Parts) -> None:
+        first(parts)
+        second(parts)
+
+    return change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def compressed(*groups: Json, **changes: object) -> Json:
     return usual | changes
 
 
-def parse(quantization: Json, key: str = "quantization_config") -> Quantization:
+def parse(quantization: object, key: str = "quantization_config") -> Quantization:
     """The config with this under a key."""
     return parse_quantization(ConfigReader(Path("m/config.json"), {key: quantization}))
 
@@ -277,6 +278,54 @@ def test_what_is_not_supported_is_named(config: Json, expected: str) -> None:
     assert expected in caught.value.message
     assert caught.value.message.startswith("m/config.json: quantization_config.")
     assert "\n" not in str(caught.value)
+
+
+ODD: list[object] = [
+    None, True, False, 0, 1, -1, 3, 1 << 70, 0.5, "", "x", "re:", "re:[", "int", [], [0], [None],
+    [[]],
+    ["Linear"], ["a" * 5000], {}, {"x": 1}, {"weights": {}}, {"": None},
+]  # fmt: skip
+
+
+def _variants(value: object) -> Iterator[object]:
+    """The value with each of its parts replaced by each odd one."""
+    yield from ODD
+    if isinstance(value, dict):
+        for key in value:
+            for other in _variants(value[key]):
+                yield value | {key: other}
+            yield {name: kept for name, kept in value.items() if name != key}
+            yield value | {key + "x": value[key]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DEEPSEEK,
+        QWEN,
+        GPT_OSS,
+        compressed(),
+        compressed(group(weights=INT8), format="int-quantized"),
+    ],
+    ids=["deepseek", "qwen", "gpt-oss", "int4", "int8"],
+)
+def test_odd_values_are_understood_or_refused(config: Json) -> None:
+    """Whatever stands at whatever place: a result, or one line that names the file."""
+    refusals = [text for variant in _variants(config) if (text := _refusal(variant))]
+    assert len(refusals) > 50
+    for text in refusals:
+        assert text.startswith("m/config.json: quantization_config")
+        assert "\n" not in text
+        assert len(text) < 600
+
+
+def _refusal(config: object) -> str:
+    """What is said against a config; nothing if it is understood."""
+    try:
+        parse(config).codec_of(EXPERT)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def test_two_configs_have_to_agree() -> None:
