@@ -67,6 +67,22 @@ def test_activation_matches_the_reference(dtype: torch.dtype, activation: Activa
         torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=1e-5 * size)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaling_matches_the_reference_and_is_invariant(dtype: torch.dtype) -> None:
+    """Saturated logits too; a row of a slice alone gets the bits it gets in a batch."""
+    x_RH = make_rows(9, dtype)[:, 3:]
+    logits_R1 = torch.tensor([[-200.0, -20, -3, -0.1, 0, 0.1, 3, 20, 200]]).T
+    together = sigmoid_scaled(x_RH, logits_R1)
+    expected = sigmoid_scaled_reference(x_RH, logits_R1)
+    torch.testing.assert_close(together, expected, rtol=TOLERANCE[dtype], atol=1e-6)
+    alone = [sigmoid_scaled(x_RH[r : r + 1], logits_R1[r : r + 1]) for r in range(8, -1, -1)]
+    assert torch.equal(together.flip(0), torch.cat(alone))
+    with pytest.raises(
+        ValueError, match=r"logits are torch.float32 \(9, 1\), expected .* \[3, 1\]"
+    ):
+        sigmoid_scaled(x_RH[:3], logits_R1)
+
+
 def test_clamped_swiglu_is_that_of_gpt_oss() -> None:
     """Against the experts' own function in transformers, whose gates and ups alternate."""
     gate_up = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)) * 8
