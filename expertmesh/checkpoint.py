@@ -16,7 +16,7 @@ import numpy as np
 
 from expertmesh.errors import CheckpointError
 from expertmesh.families import FAMILIES, load_model_config
-from expertmesh.formats import quantized_storage, read_quantization
+from expertmesh.formats import Quantization, quantized_storage, read_quantization
 from expertmesh.host_tensor import HostTensor, common_dtype, widen
 from expertmesh.inventory import Inventory, take_inventory
 from expertmesh.model_config import ModelConfig
@@ -58,6 +58,7 @@ class Checkpoint:
     Attributes:
         model_dir: The folder.
         config: What the model is.
+        quantization: How `config.json` says that weights are stored.
         fingerprint: 32 bytes that differ if config, tensor shapes or (by samples) weights differ;
             the same for one model in shards or in a single file.
     """
@@ -68,13 +69,14 @@ class Checkpoint:
         config: ModelConfig,
         files: dict[str, SafetensorsFile],
         inventory: Inventory,
-        fingerprint: bytes,
+        quantization: Quantization,
     ) -> None:
         self.model_dir = model_dir
         self.config = config
         self._files = files
         self._inventory = inventory
-        self.fingerprint = fingerprint
+        self.quantization = quantization
+        self.fingerprint = _fingerprint(f"{config!r} {quantization!r}", files)
 
     @classmethod
     def open(cls, model_dir: Path, *, read_into: ReadInto = pread_into) -> Checkpoint:
@@ -92,8 +94,7 @@ class Checkpoint:
         quantization = read_quantization(model_dir / "config.json")
         storage = quantized_storage(quantization)
         inventory = take_inventory(config, FAMILIES[config.family], storage, files)
-        fingerprint = _fingerprint(f"{config!r} {quantization!r}", files)
-        return cls(model_dir, config, files, inventory, fingerprint)
+        return cls(model_dir, config, files, inventory, quantization)
 
     @property
     def name(self) -> str:

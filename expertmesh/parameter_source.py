@@ -35,6 +35,9 @@ class Arrangement:
         if not self.transposed:
             self._order(stored, rows)
             return
+        if stored.flags.f_contiguous:  # codes were of the transpose
+            self._order(stored.T, rows)
+            return
         for start in range(0, len(stored), _BLOCK):  # a block stays in the cache
             block = slice(start, start + _BLOCK)
             self._order(np.ascontiguousarray(stored[block].T), rows[:, block])

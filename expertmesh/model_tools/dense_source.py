@@ -6,6 +6,7 @@ from typing import Protocol
 
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import CheckpointError
+from expertmesh.formats import NotQuantized
 from expertmesh.host_tensor import Array, to_float32
 from expertmesh.model_config import DenseFfnConfig, ModelConfig
 from expertmesh.model_tools.numbers import from_float32
@@ -25,7 +26,8 @@ class FolderSource:
     """A model folder in Llama format.
 
     Raises:
-        CheckpointError: the model is not dense, or has biases, which Mixtral has no place for.
+        CheckpointError: the model is not dense, is quantised, or has biases, which Mixtral has no
+            place for.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -37,6 +39,11 @@ class FolderSource:
             raise CheckpointError(
                 f"{path}: model_type: expected 'llama', found {self.config.family!r}",
                 fix="only dense Llama models can be upcycled",
+            )
+        if not isinstance(checkpoint.quantization, NotQuantized):
+            raise CheckpointError(
+                f"{path}: {checkpoint.quantization.key}: expected nothing, found quantised weights",
+                fix="only plain models can be upcycled",
             )
         if layer.gqa.qkv_bias or layer.ffn.bias:
             raise CheckpointError(

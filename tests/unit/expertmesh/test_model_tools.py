@@ -16,6 +16,7 @@ from expertmesh.host_tensor import to_float32
 from expertmesh.model_tools.dense_source import FolderSource
 from expertmesh.model_tools.gate_skew import GateBias, measure_gate_bias
 from expertmesh.model_tools.gguf_source import gguf_name, unpermute
+from expertmesh.model_tools.make_tiny import make_tiny
 from expertmesh.model_tools.numbers import from_float32, normal, permutation
 from expertmesh.model_tools.numpy_llama import ffn_inputs, silu
 from expertmesh.model_tools.progress import NoProgress
@@ -168,6 +169,15 @@ def test_only_dense_models_without_biases_can_be_upcycled(tmp_path: Path) -> Non
     folder = save_folder(tmp_path / "moe", MIXTRAL_CONFIG, mixtral_tensors())
     with pytest.raises(CheckpointError, match="model_type: expected 'llama', found 'mixtral'"):
         make(folder)
+
+
+def test_only_plain_models_can_be_upcycled(tmp_path: Path) -> None:
+    """A quantised one is refused before anything is written."""
+    for quantization in ("fp8", "int4", "int8"):
+        folder = tmp_path / quantization
+        make_tiny("llama", folder, quantization=quantization)
+        with pytest.raises(CheckpointError, match="quantization_config: expected nothing, found"):
+            make(folder)
 
 
 def test_numpy_forward_pass_agrees_with_transformers(models: Models) -> None:
