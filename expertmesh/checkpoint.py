@@ -16,7 +16,7 @@ import numpy as np
 
 from expertmesh.errors import CheckpointError
 from expertmesh.families import FAMILIES, load_model_config
-from expertmesh.formats import Quantization, quantized_storage, read_quantization
+from expertmesh.formats import Quantization, QuantizedStorage, read_quantization
 from expertmesh.host_tensor import HostTensor, common_dtype, widen
 from expertmesh.inventory import Inventory, take_inventory
 from expertmesh.model_config import ModelConfig
@@ -92,7 +92,7 @@ class Checkpoint:
         config = load_model_config(model_dir)
         files = open_shards(model_dir, read_into)
         quantization = read_quantization(model_dir / "config.json")
-        storage = quantized_storage(quantization)
+        storage = QuantizedStorage(quantization)
         inventory = take_inventory(config, FAMILIES[config.family], storage, files)
         return cls(model_dir, config, files, inventory, quantization)
 

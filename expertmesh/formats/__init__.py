@@ -7,13 +7,13 @@ that hold it and turns them into FP32.
 from expertmesh.formats.codec import Codec
 from expertmesh.formats.parse import parse_quantization, read_quantization
 from expertmesh.formats.quantization import NotQuantized, Quantization
-from expertmesh.formats.storage import quantized_storage
+from expertmesh.formats.storage import QuantizedStorage
 
 __all__ = [
     "Codec",
     "NotQuantized",
     "Quantization",
+    "QuantizedStorage",
     "parse_quantization",
-    "quantized_storage",
     "read_quantization",
 ]

@@ -22,7 +22,6 @@ from expertmesh.weight_storage import (
     StoredWeight,
     TensorFiles,
     Weight,
-    WeightStorage,
 )
 
 OUTPUT = "lm_head"
@@ -39,11 +38,6 @@ _MAIN_SUFFIXES = ("", "_packed", "_blocks")
 """Of the tensors that hold a weight's codes, in all formats."""
 _ANY_SUFFIX = (*_MAIN_SUFFIXES, "_scale", "_scale_inv", "_scales")
 """Of the tensors by which one sees that there has to be a weight."""
-
-
-def quantized_storage(quantization: Quantization) -> WeightStorage:
-    """Where a checkpoint with this `quantization_config` has its weights."""
-    return QuantizedStorage(quantization)
 
 
 @dataclass(frozen=True)
