@@ -107,7 +107,9 @@ def choose_num_kv_blocks(
         source = f"kv_cache_tokens={settings.cache_tokens}"
     else:
         affordable = max(0, int(available_bytes * settings.memory_fraction)) // block_bytes
-        num_blocks = min(affordable, settings.max_num_seqs * blocks_per_sequence)
+        # One prompt at a time fills a step; the others generate.
+        generating = (settings.max_num_seqs - 1) * groups.sequence_blocks(max_len, 1)
+        num_blocks = min(affordable, generating + blocks_per_sequence)
         source = (
             f"{settings.memory_fraction:.0%} of {available_bytes / 2**20:.0f} MiB available memory"
         )

@@ -246,10 +246,10 @@ class AttentionClient:
 
 def _capacity(description: pb.DescribeResponse) -> str:
     limits = limits_of(description)
-    needed = limits.kv_groups.sequence_blocks(limits.max_model_len, limits.max_step_tokens)
+    held = limits.kv_groups.sequence_blocks(limits.max_model_len, 1)  # while it generates
     size = description.num_kv_blocks * description.kv_block_bytes / 2**20
     return (
-        f"KV cache for {limits.kv_cache_tokens} tokens, or {limits.num_kv_blocks // needed} "
+        f"KV cache for {limits.kv_cache_tokens} tokens, or {limits.num_kv_blocks // held} "
         f"sequences of {limits.max_model_len}, in {limits.num_kv_blocks} blocks ({size:.0f} MiB), "
         f"{limits.num_request_slots} request slots, on {description.device}"
     )
