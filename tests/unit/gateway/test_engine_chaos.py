@@ -35,13 +35,20 @@ class ChaosPort(ScriptedPort):
         num_blocks = LIMITS.num_kv_blocks * len(windows)
         super().__init__(replace(LIMITS, num_kv_blocks=num_blocks, sliding_windows=windows))
         self.on_pause: Callable[[], None] = lambda: None
-        self.calm = False
+        self._calm = False
         self.num_faults = 0
         self._chance = random.Random(seed)
 
+    def calm_down(self) -> None:
+        """Nothing goes wrong any more, nor what was about to."""
+        self._calm = True
+        self._failures.clear()
+        self._nonfinite.clear()
+        self._loss = ""
+
     def receive(self, timeout_s: float) -> pb.StepResponse:
         self.pause()
-        if not self.calm and self._chance.random() < 0.12:
+        if not self._calm and self._chance.random() < 0.12:
             self.num_faults += 1
             self._spoil_something()
         response = super().receive(timeout_s)
@@ -98,7 +105,7 @@ async def test_chaos(seed: int, num_speculative_tokens: int) -> None:
             _check(answer, prompt, max_tokens, cancelled=index in cancelled)
         assert port.num_faults > 10
         assert bool(num_speculative_tokens) == (engine.stats().num_drafts_accepted > 0)
-        port.calm = True
+        port.calm_down()
         await bench.until_ready(True)
         last = bench.ask("last", STEMS[0], 8)
         assert (await last.end()).finish_reason is FinishReason.LENGTH
