@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoint import Checkpoint, HostTensor
+from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import CheckpointError
 from expertmesh_kernels.host import to_torch
 from expertmesh_kernels.linear import PackedLinear, pack_linear
 
 
 class Parameters:
-    """Everything outside the experts. What is taken is freed here.
+    """Everything outside the experts, read when it is taken: one host copy at a time.
 
     Args:
         checkpoint: Where the tensors come from.
@@ -22,22 +22,23 @@ class Parameters:
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
-        self._model_dir = checkpoint.model_dir
+        self._checkpoint = checkpoint
         self._device = device
-        self._tensors: dict[str, HostTensor] = dict(checkpoint.attention_parameters())
+        self._left = set(checkpoint.parameter_names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._left
 
     def take(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor on the device, in this dtype or the one of computation.
 
         Raises:
-            CheckpointError: There is none, or it was taken before.
+            CheckpointError: There is none, it was taken before, or it cannot be read.
         """
-        if name not in self._tensors:
-            raise CheckpointError(f"{self._model_dir}: parameter {name} is missing")
-        host = self._tensors.pop(name)
+        if name not in self._left:
+            raise CheckpointError(f"{self._checkpoint.model_dir}: parameter {name} is missing")
+        self._left.remove(name)
+        host = self._checkpoint.read_parameter(name)
         return to_torch(host.data, host.dtype, dtype or self.dtype).to(self._device)
 
     def linear(
@@ -46,14 +47,15 @@ class Parameters:
         """A packed weight; its bias is named after it.
 
         Raises:
-            CheckpointError: One of them is missing.
+            CheckpointError: One of them is missing or cannot be read.
         """
         bias_N = self.take(f"{name}_bias", dtype) if bias else None
         return pack_linear(self.take(name, dtype), bias_N)
 
     def check_all_taken(self) -> None:
         """Raises CheckpointError if a tensor has had no use."""
-        if self._tensors:
+        if self._left:
+            unused = ", ".join(sorted(self._left))
             raise CheckpointError(
-                f"{self._model_dir}: parameters without a use: {', '.join(sorted(self._tensors))}"
+                f"{self._checkpoint.model_dir}: parameters without a use: {unused}"
             )

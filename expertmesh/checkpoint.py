@@ -115,13 +115,27 @@ class Checkpoint:
         """`bos_token`, `eos_token` and others by the names that chat templates use."""
         return read_special_tokens(self.model_dir)
 
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Everything outside the experts, in the order of the forward pass."""
+        return tuple(self._inventory.parameters)
+
+    def read_parameter(self, name: str) -> HostTensor:
+        """A parameter outside the experts.
+
+        Raises:
+            CheckpointError: the file was truncated meanwhile, holds NaN or infinity, or has an
+                output that is not the embedding though they are tied.
+            KeyError: the model has no such parameter.
+        """
+        tensor = self._inventory.parameters[name].read()
+        if name == "embed" and self._inventory.tied_copy is not None:
+            _check_tied(tensor, self._inventory.tied_copy)
+        return tensor
+
     def attention_parameters(self) -> Iterator[tuple[str, HostTensor]]:
-        """Everything outside the experts, one at a time, in the order of the forward pass."""
-        for name, source in self._inventory.parameters.items():
-            tensor = source.read()
-            if name == "embed" and self._inventory.tied_copy is not None:
-                _check_tied(tensor, self._inventory.tied_copy)
-            yield name, tensor
+        """All of them, read one at a time."""
+        return ((name, self.read_parameter(name)) for name in self.parameter_names)
 
     def attention_nbytes(self) -> int:
         """Bytes of all attention parameters as stored."""

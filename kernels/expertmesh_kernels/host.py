@@ -54,10 +54,11 @@ def to_torch(array: NDArray[np.generic], stored: DtypeName, dtype: torch.dtype) 
         stored: What the array holds.
         dtype: Floating dtype of the tensor.
     """
-    bits = torch.from_numpy(np.array(array, order="C"))
+    is_shared = array.flags.writeable and array.flags.c_contiguous  # else there is a copy already
+    bits = torch.from_numpy(array if is_shared else np.array(array, order="C"))
     stored_dtype = TORCH_DTYPES[stored]
     values = bits if bits.dtype == stored_dtype else bits.view(stored_dtype)
-    return values.to(dtype)
+    return values.to(dtype, copy=is_shared)
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:

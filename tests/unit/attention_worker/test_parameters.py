@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from attention_worker.loader import load_model
 from attention_worker.parameters import Parameters
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import CheckpointError
+from expertmesh.families import FAMILIES
+from expertmesh.model_tools.make_tiny import write_tiny
+from expertmesh.model_tools.quantize import QUANTIZATIONS, quantize_model
 from tests.conftest import Models
 from tests.support.tiny_checkpoints import LLAMA, MIXTRAL
 
@@ -68,3 +73,19 @@ def test_a_tied_output_projection_is_not_scaled_with_the_embedding(models: Model
     scaled = load_model(checkpoint, torch.float32, CPU, 64)
     assert torch.equal(scaled.embed_VH, 3 * plain.embed_VH)
     assert torch.equal(scaled.lm_head.weight_KN, plain.lm_head.weight_KN)
+
+
+def test_quantised_weights_are_decoded_one_at_a_time(tmp_path: Path) -> None:
+    """A model in FP32 never is in memory beside the one that is served, which is half as large."""
+    family = FAMILIES["deepseek_v3"]
+    sizes = {"num_hidden_layers": 8, "first_k_dense_replace": 8, "intermediate_size": 512}
+    write_tiny(replace(family, tiny={**family.tiny, **sizes}), tmp_path / "plain", 0, "float32")
+    quantize_model(tmp_path / "plain", tmp_path / "fp8", QUANTIZATIONS["fp8"])
+    checkpoint = Checkpoint.open(tmp_path / "fp8")
+    largest = 4 * max(tensor.data.size for _, tensor in checkpoint.attention_parameters())
+    assert 10 * largest < 4 * checkpoint.attention_elements()
+    tracemalloc.start()  # knows of numpy's memory, not of tensors
+    load_model(checkpoint, torch.bfloat16, CPU, 64)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * largest
