@@ -58,7 +58,7 @@ class ExpertWorker:
         identity = WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=incarnation(),
-            numerics_fingerprint=numerics_fingerprint(),
+            numerics_fingerprint=numerics_fingerprint(dtype),
             row_credits=settings.row_credits,
         )
         self.server = ExpertServer(

@@ -17,7 +17,8 @@ _DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 @functools.cache
 def compile_kernels() -> None:
     """Fills the kernel cache that child processes read; half a minute once, then a second."""
-    numerics_fingerprint()
+    for dtype in _DTYPES:
+        numerics_fingerprint(dtype)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = save_tiny(Path(folder), MIXTRAL_FOUR)
         for dtype in _DTYPES:

@@ -14,10 +14,11 @@ from expertmesh_kernels.self_test import numerics_fingerprint
 
 
 def test_fingerprint_is_16_bytes_and_repeats() -> None:
-    """The same process gives the same fingerprint."""
-    first = numerics_fingerprint()
+    """The same process gives the same fingerprint, and each dtype its own."""
+    first = numerics_fingerprint("float32")
     assert len(first) == 16
-    assert first == numerics_fingerprint()
+    assert first == numerics_fingerprint("float32")
+    assert first != numerics_fingerprint("bfloat16")
 
 
 def test_a_kernel_that_depends_on_its_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +29,7 @@ def test_a_kernel_that_depends_on_its_batch_is_found(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(self_test, "rms_norm", uneven)
     with pytest.raises(RuntimeError, match="norm depends on neighbouring rows"):
-        numerics_fingerprint()
+        numerics_fingerprint("float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
