@@ -12,6 +12,7 @@ from expertmesh.model_config import DtypeName
 from expertmesh.safetensors_file import STORAGE
 
 Array = npt.NDArray[np.generic]
+Float32 = npt.NDArray[np.float32]
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -41,7 +42,7 @@ def common_dtype(dtypes: Iterable[DtypeName]) -> DtypeName:
     return distinct.pop() if len(distinct) == 1 else "float32"
 
 
-def to_float32(stored: Array, dtype: DtypeName) -> npt.NDArray[np.float32]:
+def to_float32(stored: Array, dtype: DtypeName) -> Float32:
     """Stored values as float32, exactly."""
     if dtype == "bfloat16":
         bits = stored.astype(np.uint32)

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.generic]
-Float32 = npt.NDArray[np.float32]
-Shape = tuple[int, ...]
+from expertmesh.host_tensor import Array, Float32, to_float32
+from expertmesh.safetensors_file import DTYPE_NAMES, STORAGE
+from expertmesh.weight_storage import Shape
 
-FLOAT_CODES = ("F32", "BF16", "F16")
+FLOAT_CODES = tuple(DTYPE_NAMES)
 """Type codes of safetensors that scales may have."""
 
 NUMPY_TYPES: dict[str, np.dtype[np.generic]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
+    **{code: STORAGE[name] for code, name in DTYPE_NAMES.items()},
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I8": np.dtype("i1"),
@@ -103,13 +100,11 @@ def blocks(size: int, block: int) -> int:
     return math.ceil(size / block)
 
 
-def to_float32(part: PartData) -> Float32:
-    """Factors of any type, exactly. Bytes are exponents, 2 ** (byte - 127); 255 is NaN."""
-    if part.dtype_code == "BF16":
-        return (part.data.astype(np.uint32) << 16).view(np.float32)
-    if part.dtype_code in ("F8_E8M0", "U8"):
-        return _POWERS[part.data.view(np.uint8)]
-    return part.data.astype(np.float32)
+def factors(part: PartData) -> Float32:
+    """Scales of any type, exactly. Bytes are exponents, 2 ** (byte - 127); 255 is NaN."""
+    if part.dtype_code in DTYPE_NAMES:
+        return to_float32(part.data, DTYPE_NAMES[part.dtype_code])
+    return _POWERS[part.data.view(np.uint8)]
 
 
 _POWERS = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan).astype(np.float32)

@@ -7,13 +7,14 @@ from functools import singledispatch
 import numpy as np
 import numpy.typing as npt
 
-from expertmesh.formats.codec import Array, Codec, Float32, PartData
+from expertmesh.formats.codec import Codec, PartData
 from expertmesh.formats.fp8 import Fp8Blocks
 from expertmesh.formats.mxfp4 import BLOCK, Mxfp4
 from expertmesh.formats.packed import PackedIntegers
 from expertmesh.formats.scaled import ScaledBytes
 from expertmesh.formats.scaling import Scaling
 from expertmesh.formats.tables import FP4_VALUES, e4m3_values
+from expertmesh.host_tensor import Array, Float32
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]

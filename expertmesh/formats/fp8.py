@@ -7,18 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertmesh.formats.codec import (
-    FLOAT_CODES,
-    Float32,
-    PartData,
-    Shape,
-    StoredPart,
-    blocks,
-    matrix,
-    to_float32,
-)
+from expertmesh.formats.codec import FLOAT_CODES, PartData, StoredPart, blocks, factors, matrix
 from expertmesh.formats.scaling import multiply_blocks
 from expertmesh.formats.tables import expand_e4m3
+from expertmesh.host_tensor import Float32
+from expertmesh.weight_storage import Shape
 
 
 @dataclass(frozen=True)
@@ -57,4 +50,4 @@ class Fp8Blocks:
         """code * scale."""
         codes, scales = parts
         expand_e4m3(codes.data.view(np.uint8).reshape(-1), out.reshape(-1))
-        multiply_blocks(out, to_float32(scales), self.block_rows, self.block_columns)
+        multiply_blocks(out, factors(scales), self.block_rows, self.block_columns)

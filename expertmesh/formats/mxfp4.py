@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertmesh.formats.codec import Float32, PartData, Shape, StoredPart, matrix, to_float32
+from expertmesh.formats.codec import PartData, StoredPart, factors, matrix
 from expertmesh.formats.tables import expand_fp4
+from expertmesh.host_tensor import Float32
+from expertmesh.weight_storage import Shape
 
 BLOCK = 32
 
@@ -48,4 +50,4 @@ class Mxfp4:
         expand_fp4(codes.data.view(np.uint8).reshape(-1), out.reshape(-1))
         in_blocks = out.reshape(-1, BLOCK)
         with np.errstate(over="ignore", invalid="ignore"):  # the reader refuses what is not finite
-            in_blocks *= to_float32(scales).reshape(-1, 1)
+            in_blocks *= factors(scales).reshape(-1, 1)

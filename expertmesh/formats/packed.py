@@ -7,18 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertmesh.formats.codec import (
-    FLOAT_CODES,
-    Array,
-    Float32,
-    PartData,
-    Shape,
-    StoredPart,
-    blocks,
-    to_float32,
-)
+from expertmesh.formats.codec import FLOAT_CODES, PartData, StoredPart, blocks, factors
 from expertmesh.formats.scaling import Scaling, unstacked
 from expertmesh.formats.tables import expand_int4
+from expertmesh.host_tensor import Array, Float32
+from expertmesh.weight_storage import Shape
 
 WORD_BITS = 32
 
@@ -69,7 +62,7 @@ class PackedIntegers:
             zeros = np.empty((packed.shape[1], len(out)), np.float32)
             self._unpack(np.ascontiguousarray(packed.T), zeros)
             zeros = zeros.T
-        self.scaling.apply(out, to_float32(scales), zeros)
+        self.scaling.apply(out, factors(scales), zeros)
 
     def _words(self, count: int) -> int:
         return blocks(count * self.bits, WORD_BITS)

@@ -8,9 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from expertmesh.formats.codec import FLOAT_CODES, Float32, PartData, Shape, StoredPart, to_float32
+from expertmesh.formats.codec import FLOAT_CODES, PartData, StoredPart, factors
 from expertmesh.formats.scaling import Scaling, unstacked
 from expertmesh.formats.tables import expand_e4m3
+from expertmesh.host_tensor import Float32
+from expertmesh.weight_storage import Shape
 
 
 @dataclass(frozen=True)
@@ -49,4 +51,4 @@ class ScaledBytes:
         else:
             out[...] = codes.data
         zeros = zero_points[0].data.astype(np.float32) if zero_points else None
-        self.scaling.apply(out, to_float32(scales), zeros)
+        self.scaling.apply(out, factors(scales), zeros)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from expertmesh.formats.codec import Float32, Shape, blocks, matrix
+from expertmesh.formats.codec import blocks, matrix
+from expertmesh.host_tensor import Float32
+from expertmesh.weight_storage import Shape
 
 
 @dataclass(frozen=True)

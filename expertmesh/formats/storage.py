@@ -12,13 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from expertmesh.errors import CheckpointError
-from expertmesh.formats.codec import NUMPY_TYPES, Array, Codec, Float32, PartData, Shape, to_float32
+from expertmesh.formats.codec import NUMPY_TYPES, Codec, PartData, factors
 from expertmesh.formats.quantization import Quantization
+from expertmesh.host_tensor import Array, Float32
 from expertmesh.model_config import DtypeName
 from expertmesh.safetensors_file import DTYPE_NAMES
 from expertmesh.weight_storage import (
     PLAIN,
     FileTensor,
+    Shape,
     StoredWeight,
     TensorFiles,
     Weight,
@@ -186,7 +188,7 @@ class QuantizedWeight:
 
     def _check_scales(self, parts: list[PartData]) -> None:
         for tensor, part in zip(self.tensors, parts, strict=True):
-            if tensor in self.scales and not np.isfinite(to_float32(part)).all():
+            if tensor in self.scales and not np.isfinite(factors(part)).all():
                 raise CheckpointError(
                     f"{tensor.path}: tensor {tensor.name}: holds NaN or infinity, expected finite "
                     "scales",

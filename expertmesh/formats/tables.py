@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from expertmesh.formats.codec import Float32
+from expertmesh.host_tensor import Float32
 
 Bytes = npt.NDArray[np.uint8]
 Pairs = npt.NDArray[np.uint64]

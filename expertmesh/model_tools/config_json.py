@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 from expertmesh.families import FAMILIES
+from expertmesh.families.config_reader import Json
 from expertmesh.model_config import LayerConfig, ModelConfig, MoeFfnConfig, RopeConfig
-
-Json = dict[str, object]
 
 
 def config_json(config: ModelConfig) -> Json:

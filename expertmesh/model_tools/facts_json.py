@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from expertmesh.families.config_reader import Json
 from expertmesh.model_config import (
     AttentionConfig,
     MlaConfig,
@@ -21,8 +22,6 @@ from expertmesh.model_tools.model_words import (
     ffn_pattern,
     gate_words,
 )
-
-Json = dict[str, object]
 
 
 def facts_json(facts: ModelFacts) -> Json:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from expertmesh.host_tensor import Float32
 from expertmesh.model_tools.dense_source import DenseSource
-from expertmesh.model_tools.numbers import Float32, permutation
+from expertmesh.model_tools.numbers import permutation
 from expertmesh.model_tools.numpy_llama import ffn_inputs
 from expertmesh.model_tools.progress import Progress
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from expertmesh.errors import CheckpointError, SettingsError
-from expertmesh.host_tensor import Array
+from expertmesh.host_tensor import Array, Float32
 from expertmesh.model_config import (
     DenseFfnConfig,
     GqaConfig,
@@ -17,7 +17,7 @@ from expertmesh.model_config import (
     NormConfig,
     RopeConfig,
 )
-from expertmesh.model_tools.numbers import Float32, from_float32
+from expertmesh.model_tools.numbers import from_float32
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor

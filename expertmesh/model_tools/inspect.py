@@ -8,9 +8,10 @@ from pathlib import Path
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import SettingsError
 from expertmesh.families import load_model_config
+from expertmesh.families.config_reader import Json
 from expertmesh.formats import read_quantization
 from expertmesh.model_config import ModelConfig
-from expertmesh.model_tools.facts_json import Json, facts_json
+from expertmesh.model_tools.facts_json import facts_json
 from expertmesh.model_tools.facts_page import count_words, facts_sections, page, size_words
 from expertmesh.model_tools.model_facts import DEFAULT_CONTEXT, ModelFacts, model_facts
 from expertmesh.model_tools.stored_formats import stored_formats

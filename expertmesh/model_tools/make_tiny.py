@@ -19,9 +19,10 @@ from expertmesh.errors import CheckpointError, SettingsError
 from expertmesh.families import FAMILIES, Family, ParameterRule, WeightRule, load_model_config
 from expertmesh.families.config_reader import Json
 from expertmesh.formats.codec import PartData
+from expertmesh.host_tensor import Float32
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.model_tools.config_json import encode
-from expertmesh.model_tools.numbers import Float32, from_float32, normal
+from expertmesh.model_tools.numbers import from_float32, normal
 from expertmesh.model_tools.quantize import QUANTIZATIONS, quantize_model, safetensors_bytes
 from expertmesh.safetensors_file import DTYPE_NAMES
 from expertmesh.shards import SINGLE_FILE

@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from expertmesh.host_tensor import Array
+from expertmesh.host_tensor import Array, Float32
 from expertmesh.model_config import DtypeName
-
-Float32 = npt.NDArray[np.float32]
 
 
 def from_float32(values: Float32, dtype: DtypeName) -> Array:

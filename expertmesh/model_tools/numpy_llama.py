@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from expertmesh.host_tensor import Array, to_float32
+from expertmesh.host_tensor import Array, Float32, to_float32
 from expertmesh.model_config import GqaConfig
 from expertmesh.model_tools.dense_source import DenseSource
-from expertmesh.model_tools.numbers import Float32
 
 
 def ffn_inputs(source: DenseSource, ids_T: Array) -> Iterator[tuple[int, Float32]]:

@@ -17,11 +17,11 @@ import numpy as np
 from expertmesh.errors import CheckpointError
 from expertmesh.families import FAMILIES, load_model_config
 from expertmesh.families.config_reader import ConfigReader, Json
-from expertmesh.formats.codec import NUMPY_TYPES, Codec, Float32, PartData
+from expertmesh.formats.codec import NUMPY_TYPES, Codec, PartData
 from expertmesh.formats.encode import encode
 from expertmesh.formats.parse import parse_quantization
 from expertmesh.formats.storage import QuantizedStorage
-from expertmesh.host_tensor import to_float32
+from expertmesh.host_tensor import Float32, to_float32
 from expertmesh.inventory import take_inventory
 from expertmesh.json_file import read_json_object
 from expertmesh.safetensors_file import SafetensorsFile, pread_into
