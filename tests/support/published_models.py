@@ -129,6 +129,15 @@ _DEEPSEEK = {
     "max_position_embeddings": 163840,
     "hidden_act": "silu",
 }
+_DEEPSEEK_V2 = {
+    **_DEEPSEEK,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "moe_layer_freq": 1,
+}
 _DEEPSEEK_V3 = {
     **_DEEPSEEK,
     "q_lora_rank": 1536,
@@ -330,41 +339,29 @@ PUBLISHED = (
     ),
     PublishedModel(
         *("DeepSeek-V2-Lite", "deepseek_v2", 15.7, 2.4),
-        _model(2048, 27, 16, 16, 10944, 102400, **_DEEPSEEK)
+        _model(2048, 27, 16, 16, 10944, 102400, **_DEEPSEEK_V2)
         | {
             "q_lora_rank": None,
             "moe_intermediate_size": 1408,
             "n_routed_experts": 64,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
             "topk_method": "greedy",
-            "scoring_func": "softmax",
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.0,
-            "norm_topk_prob": False,
-            "moe_layer_freq": 1,
         },
         active_has_embedding=False,
     ),
     PublishedModel(
         *("DeepSeek-V2", "deepseek_v2", 236, 21),
-        _model(5120, 60, 128, 128, 12288, 102400, **_DEEPSEEK)
+        _model(5120, 60, 128, 128, 12288, 102400, **_DEEPSEEK_V2)
         | {
             "q_lora_rank": 1536,
             "moe_intermediate_size": 1536,
             "n_routed_experts": 160,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
             "topk_method": "group_limited_greedy",
-            "scoring_func": "softmax",
             "n_group": 8,
             "topk_group": 3,
             "routed_scaling_factor": 16.0,
-            "norm_topk_prob": False,
-            "moe_layer_freq": 1,
         },
     ),
     PublishedModel(
