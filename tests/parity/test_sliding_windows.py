@@ -7,11 +7,14 @@ every bit. What is freed is filled with NaN by `RunnerDriver`, or taken in `Sche
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
+from attention_worker.drafts import Speculation
 from attention_worker.model_runner import ModelRunner
+from attention_worker.model_states.paged_kv import PagedKvState
 from expertmesh.model_config import DtypeName
 from gateway.sequence import SamplingParams
 from tests.conftest import Models
@@ -107,6 +110,31 @@ def test_a_long_generation_keeps_to_its_window(mixtral: Path) -> None:
         runs.append(served.logits["long"])
     assert runs[0] == runs[1]
     assert len(runs[0]) == 200
+
+
+def test_wrong_drafts_move_no_window(mixtral: Path) -> None:
+    """What is seen is counted from tokens that are there to stay; tokens are those without."""
+    prompt = [7, 8, 9, 10] * 6
+    undrafted = RunnerDriver(_runner(mixtral, (None, 7)))
+    expected = undrafted.submit(prompt, 40)
+    undrafted.run()
+    runner = make_runner(
+        mixtral,
+        block_size=BLOCK,
+        sliding_windows=(None, 7),
+        speculation=Speculation(num_tokens=3, lookup_min=1),
+    )
+    driver = RunnerDriver(runner)
+    request = driver.submit(prompt, 40)
+    num_verified = num_accepted = 0
+    while not request.finished:
+        response = driver.step()
+        num_verified += response.num_drafts_verified
+        num_accepted += response.num_drafts_accepted
+        computed_S = runner._slots.num_computed_S
+        assert np.array_equal(cast(PagedKvState, runner.state)._num_computed_S, computed_S)
+    assert num_accepted < num_verified
+    assert request.output == expected.output
 
 
 def test_the_window_counts(mixtral: Path) -> None:
