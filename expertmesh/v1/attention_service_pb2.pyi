@@ -125,18 +125,18 @@ class BlockAppend(_message.Message):
     def __init__(self, group: _Optional[int] = ..., start: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ScheduledRequest(_message.Message):
-    __slots__ = ("slot", "start", "num_tokens", "new_blocks", "sample")
+    __slots__ = ("slot", "start", "num_tokens", "sample", "new_blocks")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     start: int
     num_tokens: int
-    new_blocks: _containers.RepeatedCompositeFieldContainer[BlockAppend]
     sample: bool
-    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[BlockAppend, _Mapping]]] = ..., sample: _Optional[bool] = ...) -> None: ...
+    new_blocks: _containers.RepeatedCompositeFieldContainer[BlockAppend]
+    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., sample: _Optional[bool] = ..., new_blocks: _Optional[_Iterable[_Union[BlockAppend, _Mapping]]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
     __slots__ = ("step", "freed_slots", "new_requests", "scheduled", "time_limit_ms", "after_step")

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from expert_worker.server import SERVICE, ExpertServer
+from expertmesh import PROTOCOL_REVISION
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
@@ -44,7 +45,7 @@ def test_watch_tells_everything_at_once(server: ExpertServer) -> None:
     store = server.state.store
     assert (state.worker_id, state.device, state.draining) == ("worker", "cpu", False)
     assert state.incarnation == server.state.identity.incarnation
-    assert state.protocol_revision == 1
+    assert state.protocol_revision == PROTOCOL_REVISION
     assert state.numerics_fingerprint == b"numerics"
     assert state.model.fingerprint == store.checkpoint.fingerprint
     assert (state.model.num_layers, state.model.num_experts, state.model.hidden_size) == (3, 8, 48)

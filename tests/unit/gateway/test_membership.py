@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from expertmesh import PROTOCOL_REVISION
 from expertmesh.model_config import (
     DenseFfnConfig,
     GateConfig,
@@ -256,7 +257,7 @@ def unknown_expert(state: pb.WatchResponse) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (wrong_revision, "it has protocol revision 99, this gateway 1"),
+        (wrong_revision, f"it has protocol revision 99, this gateway {PROTOCOL_REVISION}"),
         (
             wrong_model,
             "it serves model other (ffffffffffffffff), this gateway tiny (0001020304050607)",
