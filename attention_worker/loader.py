@@ -187,11 +187,7 @@ class _Builder:
             kv_norm=self._latent_norm(prefix + "kv_a_norm", config),
             rope=self._rope(config.rope),
             k_up=pack_heads(k_up.transpose(1, 2)),
-            options=AttentionOptions(
-                scale=config.scale,
-                value_dim=config.kv_lora_rank,
-                sliding_window=config.sliding_window,
-            ),
+            options=AttentionOptions(scale=config.scale, value_dim=config.kv_lora_rank),
             v_up=pack_heads(v_up),
             o=self._parameters.linear(prefix + "o", bias=config.bias),
         )

@@ -158,7 +158,11 @@ class MlaConfig:
     """Of the norms of the latents; those of the layers have their own."""
     bias: bool = False
     """Of the projections to the latents and to the output."""
-    sliding_window: int | None = None
+
+    @property
+    def sliding_window(self) -> None:
+        """Everything is seen."""
+        return None
 
     @property
     def q_head_dim(self) -> int:

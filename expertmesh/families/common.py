@@ -136,16 +136,19 @@ def sliding_layers(reader: ConfigReader, default: Callable[[int], bool]) -> list
     return [kind == "sliding_attention" for kind in types]
 
 
-def windows(
-    reader: ConfigReader, sliding: Iterable[bool], key: str = "sliding_window"
-) -> list[int | None]:
+def windows(reader: ConfigReader, sliding: Iterable[bool]) -> list[int | None]:
     """Window of each layer, None for full attention."""
-    return [sliding_window(reader, key) if flag else None for flag in sliding]
+    return [sliding_window(reader) if flag else None for flag in sliding]
 
 
-def sliding_window(reader: ConfigReader, key: str = "sliding_window") -> int:
+def sliding_window(reader: ConfigReader) -> int:
     """Keys that a query of a layer with a window sees, itself included."""
-    return reader.integer(key, 1, MAX_POSITIONS)
+    return reader.integer("sliding_window", 1, MAX_POSITIONS)
+
+
+def optional_window(reader: ConfigReader) -> int | None:
+    """The window of all layers, or None."""
+    return reader.optional_integer("sliding_window", 1, MAX_POSITIONS)
 
 
 def spelling(reader: ConfigReader, *keys: str) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from expertmesh.families import common, tensors, tiny
 from expertmesh.families.config_reader import ConfigReader
-from expertmesh.families.rope import MAX_POSITIONS
 from expertmesh.families.rules import Family
 from expertmesh.model_config import LayerConfig, ModelConfig
 
@@ -14,8 +13,9 @@ from expertmesh.model_config import LayerConfig, ModelConfig
 def _parse_config(reader: ConfigReader) -> ModelConfig:
     # transformers has another class for windows in some layers only.
     reader.refuse("layer_types")
-    window = reader.optional_integer("sliding_window", 1, MAX_POSITIONS)
-    attention = replace(common.parse_attention(reader), sliding_window=window)
+    attention = replace(
+        common.parse_attention(reader), sliding_window=common.optional_window(reader)
+    )
     layer = LayerConfig(attention, common.parse_dense_ffn(reader))
     return common.parse_model(reader, [layer] * common.num_layers(reader))
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from expertmesh.families import common, tensors, tiny
 from expertmesh.families.config_reader import ConfigReader
-from expertmesh.families.rope import MAX_POSITIONS, parse_rope
+from expertmesh.families.rope import parse_rope
 from expertmesh.families.rules import ExpertLayout, Family
 from expertmesh.model_config import LayerConfig, ModelConfig, MoeFfnConfig
 
@@ -15,9 +15,10 @@ _MOE = tensors.LAYER + "block_sparse_moe."
 
 
 def _parse_config(reader: ConfigReader) -> ModelConfig:
-    window = reader.optional_integer("sliding_window", 1, MAX_POSITIONS)
     rope_of = partial(parse_rope, default_theta=1e6)
-    attention = replace(common.parse_attention(reader, rope_of), sliding_window=window)
+    attention = replace(
+        common.parse_attention(reader, rope_of), sliding_window=common.optional_window(reader)
+    )
     experts = common.spelling(reader, "num_local_experts", "num_experts")
     gate = common.parse_softmax_gate(reader, experts, renormalize=True)
     ffn = MoeFfnConfig(gate, common.intermediate_size(reader), common.parse_activation(reader))

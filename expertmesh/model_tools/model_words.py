@@ -98,10 +98,9 @@ def _labelled(items: Iterable[T], label: Callable[[T], str]) -> dict[T, str]:
 
 
 def _attention_label(attention: AttentionConfig) -> str:
-    words = ["latent"] if isinstance(attention, MlaConfig) else []
-    if attention.sliding_window is not None:
-        words.append(f"sliding {attention.sliding_window}")
-    return " ".join(words) or "full"
+    if isinstance(attention, MlaConfig):
+        return "latent"
+    return f"sliding {attention.sliding_window}" if attention.sliding_window else "full"
 
 
 def _ffn_label(ffn: FfnConfig) -> str:
@@ -154,8 +153,6 @@ def _mla(attention: MlaConfig) -> Iterable[str]:
     yield f"latent {attention.kv_lora_rank}"
     rank = attention.q_lora_rank
     yield "full query projection" if rank is None else f"query rank {rank}"
-    if attention.sliding_window is not None:
-        yield f"window {attention.sliding_window}"
     if attention.bias:
         yield "biases"
 
