@@ -85,7 +85,7 @@ class _Builder:
         """The whole model; the embedding doubles as output projection where they are tied."""
         config, parameters = self._config, self._parameters
         embed_VH = parameters.take("embed")
-        tied = config.tie_word_embeddings and "lm_head" not in parameters
+        tied = config.tie_word_embeddings
         lm_head = pack_linear(embed_VH) if tied else parameters.linear("lm_head")
         return Model(
             config=config,

@@ -26,9 +26,6 @@ class Parameters:
         self._device = device
         self._left = set(checkpoint.parameter_names)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._left
-
     def take(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor on the device, in this dtype or the one of computation.
 

@@ -25,11 +25,13 @@ from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.server import AttentionServer, AttentionServicer
 from attention_worker.warm_up import warm_up
 from expert_worker.backend import ExpertBackend
-from expert_worker.store import ExpertStore, count_experts
+from expert_worker.store import ExpertStore
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import SettingsError, StartupError
 from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh.model_tools.model_size import model_size
+from expertmesh.model_tools.worker_memory import attention_worker_nbytes
 from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
@@ -70,8 +72,9 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     dtype_name = _dtype_name(settings, config)
     dtype, device = TORCH_DTYPES[dtype_name], find_device(settings.device)
     pool = _kv_pool_settings(settings, _max_model_len(settings, config))
+    weight_bytes = _weight_bytes(config, dtype.itemsize, colocated=settings.colocated)
     num_kv_blocks = choose_num_kv_blocks(
-        config, pool, dtype, available_memory(device) - _weight_bytes(settings, checkpoint, dtype)
+        config, pool, dtype, available_memory(device) - weight_bytes
     )
     fingerprint = _self_test(dtype_name)
     model = load_model(checkpoint, dtype, device, pool.max_model_len)
@@ -141,14 +144,11 @@ def _kv_pool_settings(settings: AttentionWorkerSettings, max_model_len: int) -> 
     )
 
 
-def _weight_bytes(
-    settings: AttentionWorkerSettings, checkpoint: Checkpoint, dtype: torch.dtype
-) -> int:
-    """Memory that weights will take, about: so that the pool's size is known before loading."""
-    elements = checkpoint.attention_elements()
-    if settings.colocated:
-        elements += checkpoint.expert_elements() * count_experts(checkpoint.config)
-    return elements * dtype.itemsize
+def _weight_bytes(config: ModelConfig, itemsize: int, *, colocated: bool) -> int:
+    """Memory that weights will take, so that the pool's size is known before they are loaded."""
+    size = model_size(config)
+    experts = size.experts.nbytes(itemsize) if colocated else 0
+    return attention_worker_nbytes(config, size, itemsize) + experts
 
 
 def _limits(settings: AttentionWorkerSettings) -> RunnerLimits:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from expertmesh.checkpoint import Checkpoint, HostTensor
 from expertmesh.errors import ExpertMeshError
-from expertmesh.model_config import DtypeName, ModelConfig, MoeFfnConfig
+from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh.model_tools.model_size import model_size
+from expertmesh.model_tools.worker_memory import expert_nbytes
 from expertmesh_kernels.grouped_mlp import ExpertWeights
 from expertmesh_kernels.host import TORCH_DTYPES, find_device, to_torch
 from expertmesh_kernels.linear import pack_linear
@@ -71,6 +73,8 @@ class ExpertStore:
         self.dtype: DtypeName = dtype
         self.device = find_device(device)
         self.num_slots = count_experts(self.config) if num_slots is None else num_slots
+        self.bytes_per_expert = expert_nbytes(model_size(self.config), TORCH_DTYPES[dtype].itemsize)
+        """Of one expert's weights (the largest's, if layers differ), as if not packed."""
         self.on_change: Callable[[], None] = _ignore_change
         """Called after every change of residency, in the thread that made it."""
         self._lock = threading.Lock()
@@ -94,13 +98,6 @@ class ExpertStore:
         """Bytes of the weights in memory."""
         layers = [snapshot.weights.values() for snapshot in list(self._layers.values())]
         return sum(weights.nbytes for experts in layers for weights in experts)
-
-    @property
-    def bytes_per_expert(self) -> int:
-        """Bytes of one expert's weights (the largest's, if layers differ), as if not packed."""
-        layers = (self.config.moe_ffn(layer) for layer in self.config.moe_layers)
-        elements = max((_num_elements(self.config.hidden_size, ffn) for ffn in layers), default=0)
-        return elements * TORCH_DTYPES[self.dtype].itemsize
 
     def residency(self) -> dict[int, LayerResidency]:
         """MoE layer to its experts; a layer without any is left out."""
@@ -239,12 +236,6 @@ class ExpertStore:
 def count_experts(config: ModelConfig) -> int:
     """Experts of the model, all layers together."""
     return sum(config.moe_ffn(layer).num_experts for layer in config.moe_layers)
-
-
-def _num_elements(hidden_size: int, ffn: MoeFfnConfig) -> int:
-    """Weights of one expert, its biases included."""
-    biases = 2 * ffn.intermediate_size + hidden_size
-    return 3 * hidden_size * ffn.intermediate_size + ffn.bias * biases
 
 
 def _ignore_change() -> None:

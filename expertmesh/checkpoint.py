@@ -141,10 +141,6 @@ class Checkpoint:
         """Bytes of all attention parameters as stored."""
         return sum(source.nbytes for source in self._inventory.parameters.values())
 
-    def attention_elements(self) -> int:
-        """Elements of all attention parameters, however they are stored."""
-        return sum(source.num_elements for source in self._inventory.parameters.values())
-
     def read_expert(self, layer: int, expert: int) -> ExpertTensors:
         """One expert's weights; reads only its bytes, from stacked tensors too.
 
@@ -174,10 +170,6 @@ class Checkpoint:
     def expert_nbytes(self) -> int:
         """Bytes of one expert as stored (the largest, if layers differ); 0 without experts."""
         return max((source.nbytes for source in self._inventory.experts.values()), default=0)
-
-    def expert_elements(self) -> int:
-        """Elements of one expert (the largest, if layers differ); 0 without experts."""
-        return max((source.num_elements for source in self._inventory.experts.values()), default=0)
 
     def close(self) -> None:
         """Closes the files; nothing can be read afterwards."""

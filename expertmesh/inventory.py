@@ -43,11 +43,6 @@ class ExpertSource:
         return sum(part.nbytes for part in self._parts)
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the weights."""
-        return sum(part.num_elements for part in self._parts)
-
-    @property
     def _parts(self) -> list[ParameterSource]:
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return [part for part in parts if part is not None]

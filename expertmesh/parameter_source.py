@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,11 +68,6 @@ class ParameterSource:
     def dtype(self) -> DtypeName:
         """Type of the parameter: that of its weights, or float32 if they differ."""
         return common_dtype(weight.dtype for weight in self.weights)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the parameter, however they are stored."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

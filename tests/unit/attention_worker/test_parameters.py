@@ -30,9 +30,7 @@ def parameters(models: Models) -> Parameters:
 
 def test_a_tensor_can_be_taken_once(parameters: Parameters) -> None:
     """The second time it is missing, and the error names it."""
-    assert "layers.0.o" in parameters
     parameters.take("layers.0.o")
-    assert "layers.0.o" not in parameters
     with pytest.raises(CheckpointError, match=r"parameter layers\.0\.o is missing"):
         parameters.take("layers.0.o")
 
@@ -82,8 +80,9 @@ def test_quantised_weights_are_decoded_one_at_a_time(tmp_path: Path) -> None:
     write_tiny(replace(family, tiny={**family.tiny, **sizes}), tmp_path / "plain", 0, "float32")
     quantize_model(tmp_path / "plain", tmp_path / "fp8", QUANTIZATIONS["fp8"])
     checkpoint = Checkpoint.open(tmp_path / "fp8")
-    largest = 4 * max(tensor.data.size for _, tensor in checkpoint.attention_parameters())
-    assert 10 * largest < 4 * checkpoint.attention_elements()
+    sizes_in_fp32 = [4 * tensor.data.size for _, tensor in checkpoint.attention_parameters()]
+    largest = max(sizes_in_fp32)
+    assert 10 * largest < sum(sizes_in_fp32)
     tracemalloc.start()  # knows of numpy's memory, not of tensors
     load_model(checkpoint, torch.bfloat16, CPU, 64)
     _, peak = tracemalloc.get_traced_memory()
