@@ -113,5 +113,5 @@ family-table: $(VENV)/.dev-stamp ## Compare every family with transformers; put 
 	@mkdir -p $(dir $(PARITY_RESULTS)) && rm -f $(PARITY_RESULTS)
 	@PARITY_RESULTS=$(abspath $(PARITY_RESULTS)) \
 	  $(BIN)/python -m pytest -m "not slow and not gpu" -k transformers \
-  tests/parity/test_families.py $(PYTEST_ARGS)
+	  tests/parity/test_families.py $(PYTEST_ARGS)
 	@PYTHONPATH=.:kernels $(BIN)/python -m tests.support.family_table $(PARITY_RESULTS) README.md

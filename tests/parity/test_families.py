@@ -29,14 +29,14 @@ from tests.support.parity import Comparison, Traffic, bits, compare, drive
 from tests.support.parity_results import Layout, ParityResult, record
 from tests.support.runner_driver import RunnerDriver, make_runner
 from tests.support.scheduled_runner import ScheduledRunner
-from tests.support.tiny_families import FAMILIES, VOCAB_SIZE, WINDOW
+from tests.support.tiny_families import CASES, VOCAB_SIZE, WINDOW
 
 LENGTHS = (1, 5, 16, 17, 31, 40, 67)
 NUM_TOKENS = 24
 TRAFFICS = [Traffic(512), Traffic(7, budget=40, block_size=5)]
 MORE_TRAFFICS = [Traffic(16), Traffic(33, block_size=WINDOW), Traffic(1, block_size=1)]
 
-MOE = [name for name, case in FAMILIES.items() if case.num_experts]
+MOE = [name for name, case in CASES.items() if case.num_experts]
 KINDS = ["gemma2", "gemma3_text", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss", "mimo_v2_flash"]
 """One case of every kind of attention, FFN, norm and cache."""
 
@@ -51,7 +51,7 @@ def _record(name: str, layout: Layout, seen: Comparison) -> None:
     """Notes what was compared, and fails if it is not close enough."""
     record(
         ParityResult(
-            model_type=FAMILIES[name].name,
+            model_type=CASES[name].model_type,
             layout=layout,
             max_logit_difference=seen.max_difference,
             tokens_equal=seen.num_equal,
@@ -65,7 +65,7 @@ def _record(name: str, layout: Layout, seen: Comparison) -> None:
 
 
 @pytest.mark.parametrize("traffic", TRAFFICS, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_logits_and_tokens_match_transformers(
     folders: FamilyFolders, name: str, traffic: Traffic
 ) -> None:
@@ -75,7 +75,7 @@ def test_logits_and_tokens_match_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("traffic", MORE_TRAFFICS, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_more_traffic_matches_transformers(
     folders: FamilyFolders, name: str, traffic: Traffic
 ) -> None:

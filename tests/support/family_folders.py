@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.oracle import Oracle
-from tests.support.tiny_families import FAMILIES, save_family, served_folder
+from tests.support.tiny_families import CASES, save_family, served_folder
 
 
 class FamilyFolders:
-    """Checkpoints by the names of `FAMILIES`.
+    """Checkpoints by the names of `CASES`.
 
     Args:
         folder: Where they are made.
@@ -24,7 +24,7 @@ class FamilyFolders:
         folder = self._folder / f"{name}-served"
         if folder.exists():
             return folder
-        return served_folder(folder, self._made(name), FAMILIES[name])
+        return served_folder(folder, self._made(name), CASES[name])
 
     def oracle(self, name: str) -> Oracle:
         """The reference."""
@@ -34,4 +34,4 @@ class FamilyFolders:
 
     def _made(self, name: str) -> Path:
         folder = self._folder / name
-        return folder if folder.exists() else save_family(folder, FAMILIES[name])
+        return folder if folder.exists() else save_family(folder, CASES[name])

@@ -10,25 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Config = dict[str, Any]
+from expertmesh.families import FAMILIES
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "kimi_k2": "DeepseekV3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
-}
+Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,7 +33,7 @@ class PublishedModel:
     def config_json(self) -> Config:
         """What `config.json` holds."""
         common = {
-            "architectures": [ARCHITECTURES[self.model_type]],
+            "architectures": [FAMILIES[self.model_type].architecture],
             "model_type": self.model_type,
             "torch_dtype": "bfloat16",
         }

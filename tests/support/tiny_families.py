@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.hub_families import transformers_type
+
 VOCAB_SIZE = 96
 WINDOW = 10
 _LINEAR_STD = 0.3
@@ -72,18 +74,9 @@ _V3: dict[str, object] = _LATENT | {
 class TinyFamily:
     """A family with options."""
 
-    made_as: str
-    """`model_type` that transformers knows."""
+    model_type: str
     options: Mapping[str, Any] = field(default_factory=dict)
     """Over the common sizes."""
-    model_type: str | None = None
-    """`model_type` in config.json if it is another one."""
-    seed: int = 0
-
-    @property
-    def name(self) -> str:
-        """The family as the checkpoint calls it."""
-        return self.model_type or self.made_as
 
     @property
     def num_experts(self) -> int:
@@ -92,7 +85,7 @@ class TinyFamily:
         return next((self.options[name] for name in names if name in self.options), 0)
 
 
-FAMILIES: dict[str, TinyFamily] = {
+CASES: dict[str, TinyFamily] = {
     "llama": TinyFamily(
         "llama",
         {
@@ -202,11 +195,7 @@ FAMILIES: dict[str, TinyFamily] = {
         _LATENT | {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True},
     ),
     "deepseek_v3": TinyFamily("deepseek_v3", _V3),
-    "kimi_k2": TinyFamily(
-        "deepseek_v3",
-        _V3 | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-        model_type="kimi_k2",
-    ),
+    "kimi_k2": TinyFamily("kimi_k2", _V3 | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     "gpt_oss": TinyFamily(
         "gpt_oss",
         {
@@ -236,13 +225,14 @@ FAMILIES: dict[str, TinyFamily] = {
         },
     ),
 }
-"""By case; every family at least once."""
+"""By name; every family at least once."""
 
 
 def save_family(folder: Path, case: TinyFamily) -> Path:
     """Writes a checkpoint as transformers knows it into `folder`, and returns it."""
-    config = AutoConfig.for_model(case.made_as, **(_COMMON | dict(case.options)))
-    torch.manual_seed(case.seed)
+    made_as = transformers_type(case.model_type)
+    config = AutoConfig.for_model(made_as, **(_COMMON | dict(case.options)))
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     _randomize(model)
     model.eval().float().save_pretrained(folder)
@@ -251,7 +241,7 @@ def save_family(folder: Path, case: TinyFamily) -> Path:
 
 def served_folder(folder: Path, reference: Path, case: TinyFamily) -> Path:
     """The checkpoint under the name of its family: `reference` itself if it has that name."""
-    if case.model_type is None:
+    if case.model_type == transformers_type(case.model_type):
         return reference
     shutil.copytree(reference, folder)
     path = folder / "config.json"

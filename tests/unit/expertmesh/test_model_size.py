@@ -27,6 +27,7 @@ from expertmesh.model_config import (
     SharedExpertConfig,
 )
 from expertmesh.model_tools.model_size import Weights, model_size
+from tests.support.hub_families import transformers_type
 from tests.support.published_models import PUBLISHED, PublishedModel
 
 ROPE = RopeConfig(1e4, 8)
@@ -171,8 +172,7 @@ KINDS: dict[str, tuple[ModelConfig, str, Mapping[str, Any]]] = {
 
 def parameters_of_transformers(model_type: str, sizes: Mapping[str, Any]) -> int:
     """Weights of the real module, and selection biases, which are buffers there."""
-    model_type = model_type.replace("kimi_k2", "deepseek_v3")  # which it is, by another name
-    config = AutoConfig.for_model(model_type, **sizes)
+    config = AutoConfig.for_model(transformers_type(model_type), **sizes)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     biases = (data for name, data in module.named_buffers() if "score_correction_bias" in name)
