@@ -21,7 +21,7 @@ LENGTHS = (1, 12, 33, 70)
 NUM_TOKENS = 30
 
 
-@pytest.mark.parametrize("name", ["kimi_k2", "mimo_v2_flash"])
+@pytest.mark.parametrize("name", [pytest.param("kimi_k2", marks=pytest.mark.slow), "mimo_v2_flash"])
 def test_the_mesh_gives_the_reference_tokens(tmp_path: Path, name: str) -> None:
     """Four prompts at once, and again, when prefixes are found: transformers' tokens."""
     folders = FamilyFolders(tmp_path)

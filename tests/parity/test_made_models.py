@@ -27,12 +27,10 @@ LENGTHS = (5, 17, 40)
 NUM_TOKENS = 16
 TRAFFIC = Traffic(16, block_size=5)
 
-QUANTIZED = [
+QUANTIZED = [  # others: test_quantized_models.py
     ("llama", "fp8"),
     ("qwen2_moe", "int8"),
-    ("deepseek_v3", "fp8"),
     ("kimi_k2", "int4"),
-    ("mimo_v2_flash", "fp8"),
 ]
 
 

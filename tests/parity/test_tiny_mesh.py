@@ -19,7 +19,6 @@ from tests.support.mesh import serve
 from tests.support.oracle import MIN_MARGIN, Continuation, prompts
 from tests.support.tiny_checkpoints import (
     LLAMA,
-    LLAMA_TIED,
     MIXTRAL,
     MIXTRAL_FOUR,
     TinyShape,
@@ -45,7 +44,6 @@ class Case:
 
 CASES = {
     "llama": Case(LLAMA, 0, 16),
-    "llama-tied": Case(LLAMA_TIED, 0, 512),
     "mixtral-2": Case(MIXTRAL, 2, 16),
     "mixtral-four-3": Case(MIXTRAL_FOUR, 3, 512),
 }

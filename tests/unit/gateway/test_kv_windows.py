@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from expertmesh.kv_groups import KvGroups
 from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.engine.block_manager import NO_BLOCK
 from gateway.engine.request_state import ScheduledStep
@@ -63,23 +66,35 @@ class Pipelined:
         return True
 
 
-@pytest.mark.parametrize("windows", [(WINDOW,), (None, WINDOW), (1,), (9, 2)], ids=str)
+@given(
+    windows=st.lists(st.sampled_from([None, 1, 2, 3, 6, 9, 17]), min_size=1, max_size=3),
+    block_size=st.integers(1, 5),
+    step_tokens=st.integers(1, 20),
+    num_prompt=st.integers(1, 45),
+    num_tokens=st.integers(1, 15),
+)
+@settings(max_examples=150, deadline=None)
 def test_a_request_that_fits_alone_ends_with_two_steps_in_flight(
-    windows: tuple[int | None, ...],
+    windows: list[int | None],
+    block_size: int,
+    step_tokens: int,
+    num_prompt: int,
+    num_tokens: int,
 ) -> None:
-    """In the smallest pool for it: it waits for a result where two steps need more than one, and is
-    never preempted, which would go on for ever."""
-    prompt = tuple(range(40))
-    num_blocks = 1
-    while limits(num_blocks, *windows, model_len=50).max_model_len < 50:
-        num_blocks += 1
-    served = Pipelined(limits(num_blocks, *windows, model_len=50))
-    served.scheduler.add(request("a", prompt, 10))
-    num_turns = 0
-    while served.turn():
-        num_turns += 1
-        assert num_turns < 50
-    assert served.ended == {"a": continuation(prompt, 10)}
+    """In the pool that the attention worker takes for enough, the longest request: it waits for a
+    result where two steps need more than one, and is never preempted: that would never end."""
+    model_len = num_prompt + num_tokens
+    groups = KvGroups.of(block_size, windows)
+    num_blocks = groups.sequence_blocks(model_len, step_tokens)
+    pool = SchedulerLimits(num_blocks, block_size, 2, step_tokens, model_len, tuple(windows))
+    assert pool.max_model_len == model_len
+    prompt = tuple(range(num_prompt))
+    served = Pipelined(pool)
+    served.scheduler.add(request("a", prompt, num_tokens))
+    for _ in range(model_len + 3):
+        if not served.turn():
+            break
+    assert served.ended == {"a": continuation(prompt, num_tokens)}
     assert served.num_preemptions == 0
 
 
