@@ -10,12 +10,11 @@ from expertmesh.formats.fp8 import Fp8Blocks
 from expertmesh.formats.modules import NameParts, check_pattern
 from expertmesh.formats.parse_compressed import parse_compressed_tensors
 from expertmesh.formats.quantization import Fp8, Mxfp4Experts, NotQuantized, Quantization
-from expertmesh.formats.reading import names, refuse_unknown
+from expertmesh.formats.reading import MAX_BLOCK, names, refuse_unknown
 from expertmesh.json_file import read_json_object
 
 _KEYS = ("quantization_config", "compression_config")
 _FIX = "use a checkpoint in one of these, or a plain one"
-MAX_BLOCK = 1 << 20
 
 
 def read_quantization(path: Path) -> Quantization:

@@ -7,7 +7,7 @@ from expertmesh.formats.codec import Codec
 from expertmesh.formats.modules import LINEAR, REGEX, Targets, check_pattern
 from expertmesh.formats.packed import PackedIntegers
 from expertmesh.formats.quantization import CompressedTensors
-from expertmesh.formats.reading import names, refuse_unknown
+from expertmesh.formats.reading import MAX_BLOCK, names, refuse_unknown
 from expertmesh.formats.scaled import ScaledBytes
 from expertmesh.formats.scaling import Scaling
 
@@ -19,7 +19,6 @@ _STORAGE = {
 """Type of weights to the formats that are read."""
 _ALL_STORAGE = tuple(dict.fromkeys(name for names in _STORAGE.values() for name in names))
 _STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}
-MAX_BLOCK = 1 << 20
 
 
 def parse_compressed_tensors(reader: ConfigReader) -> CompressedTensors:

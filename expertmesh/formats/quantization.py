@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from expertmesh.formats.codec import Codec
@@ -100,4 +101,8 @@ class CompressedTensors(ConfigKeys):
         target = self.targets.match(module)
         if target is None or self.ignored.match(module):
             return None
-        return dict(self.codecs)[target]
+        return self._codec_of_target[target]
+
+    @cached_property
+    def _codec_of_target(self) -> dict[str, Codec | None]:
+        return dict(self.codecs)

@@ -7,6 +7,8 @@ from collections.abc import Set
 from expertmesh.families.config_reader import ConfigReader
 
 MAX_NAMES = 1 << 16
+MAX_BLOCK = 1 << 20
+"""Rows or columns that share a scale."""
 
 
 def refuse_unknown(reader: ConfigReader, known: Set[str]) -> None:
