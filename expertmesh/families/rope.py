@@ -124,8 +124,8 @@ def _yarn(reader: ConfigReader, section: ConfigReader, base: RopeConfig) -> Rope
     # Zero and null mean the default here, as in transformers.
     fast = section.number("beta_fast", 0.0, 1e6, 0.0) or 32.0
     slow = section.number("beta_slow", 0.0, 1e6, 0.0) or 1.0
-    if fast <= slow:
-        section.fail("beta_fast", f"more than beta_slow={slow:g}")
+    if fast < slow:
+        section.fail("beta_fast", f"beta_slow={slow:g} (a step instead of a ramp) or more")
     if base.theta <= 1.0:
         section.fail("rope_theta", "more than 1")
     return RopeConfig(

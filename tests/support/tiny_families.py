@@ -234,7 +234,7 @@ def save_family(folder: Path, case: TinyFamily) -> Path:
     config = AutoConfig.for_model(made_as, **(_COMMON | dict(case.options)))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    _randomize(model)
+    randomize(model)
     model.eval().float().save_pretrained(folder)
     return folder
 
@@ -249,8 +249,8 @@ def served_folder(folder: Path, reference: Path, case: TinyFamily) -> Path:
     return folder
 
 
-def _randomize(model: torch.nn.Module) -> None:
-    """Draws every parameter, and every buffer that is saved."""
+def randomize(model: torch.nn.Module, std: float = _LINEAR_STD) -> None:
+    """Draws every parameter, and every buffer that is saved; matrices with this deviation."""
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             draw = torch.randn(tensor.shape)
@@ -260,4 +260,4 @@ def _randomize(model: torch.nn.Module) -> None:
             elif tensor.ndim == 1:
                 tensor.copy_(0.5 * draw)
             else:
-                tensor.copy_(_LINEAR_STD * draw)
+                tensor.copy_(std * draw)
