@@ -25,7 +25,7 @@ from expertmesh.settings import ExpertWorkerSettings, data_home
 from expertmesh.stop_request import StopRequest
 from expertmesh.wire import incarnation
 from expertmesh_kernels.host import TORCH_DTYPES
-from expertmesh_kernels.self_test import numerics_fingerprint
+from expertmesh_kernels.self_test import experts_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ExpertWorker:
         identity = WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=incarnation(),
-            numerics_fingerprint=numerics_fingerprint(dtype),
+            numerics_fingerprint=experts_fingerprint(dtype),
             row_credits=settings.row_credits,
         )
         self.server = ExpertServer(

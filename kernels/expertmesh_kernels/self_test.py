@@ -7,7 +7,7 @@ continue each other's requests, without changing a bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -47,8 +47,21 @@ def numerics_fingerprint(dtype: DtypeName) -> bytes:
     Raises:
         RuntimeError: A row's result depends on the rows beside it, or is not finite.
     """
+    return _hash(dtype, _all_outputs(TORCH_DTYPES[dtype]))
+
+
+def experts_fingerprint(dtype: DtypeName) -> bytes:
+    """The same for the kernels that compute experts, and no others.
+
+    Raises:
+        RuntimeError: See `numerics_fingerprint`.
+    """
+    return _hash(dtype, _expert_outputs(TORCH_DTYPES[dtype]))
+
+
+def _hash(dtype: DtypeName, outputs: Iterable[tuple[str, Tensor]]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    for name, output in _outputs(TORCH_DTYPES[dtype]):
+    for name, output in outputs:
         if not bool(output.isfinite().all()):
             raise RuntimeError(f"self-test: {name} in {dtype} gave values that are not finite")
         digest.update(as_array(output).tobytes())
@@ -66,20 +79,29 @@ def fixed_values(*shape: int, seed: int = 1) -> Tensor:
     return torch.from_numpy(values.astype(np.float32) * np.float32(2.0**-20)).reshape(shape)
 
 
-def _outputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _all_outputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Name and result of each op, with its invariance checked."""
-    x_RH = fixed_values(_ROWS, _HIDDEN).to(dtype)
+    x_RH = _rows(dtype)
     packed = pack_linear(fixed_values(100, _HIDDEN, seed=2).to(dtype))
     yield _invariant("linear", lambda rows: linear(x_RH[rows], packed))
     norm_H = fixed_values(_HIDDEN, seed=3)
     yield _invariant("norm", lambda rows: rms_norm(x_RH[rows], norm_H, 1e-5))
     yield _invariant("norm of heads", lambda rows: _norm_heads(x_RH[rows], norm_H))
-    experts = {e: _expert(e, dtype) for e in range(2)}
+    yield from _expert_outputs(dtype)
+    for name, cache, options in _attention_layers(dtype):
+        yield _invariant(name, partial(_run_attention, cache=cache, options=options))
+
+
+def _expert_outputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Likewise, of the FFNs of experts."""
+    x_RH, experts = _rows(dtype), {e: _expert(e, dtype) for e in range(2)}
     for activation in _ACTIVATIONS:
         run = partial(_run_experts, x_RH, experts=experts, activation=activation)
         yield _invariant(f"grouped_mlp with {activation.kind}", run)
-    for name, cache, options in _attention_layers(dtype):
-        yield _invariant(name, partial(_run_attention, cache=cache, options=options))
+
+
+def _rows(dtype: torch.dtype) -> Tensor:
+    return fixed_values(_ROWS, _HIDDEN).to(dtype)
 
 
 def _invariant(name: str, run: Callable[[NDArray[np.int64]], Tensor]) -> tuple[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from expertmesh_kernels import cache_dir, self_test
 from expertmesh_kernels.host import as_array, as_rows, to_torch
-from expertmesh_kernels.self_test import numerics_fingerprint
+from expertmesh_kernels.self_test import experts_fingerprint, numerics_fingerprint
 
 
 def test_fingerprint_is_16_bytes_and_repeats() -> None:
@@ -19,6 +19,16 @@ def test_fingerprint_is_16_bytes_and_repeats() -> None:
     assert len(first) == 16
     assert first == numerics_fingerprint("float32")
     assert first != numerics_fingerprint("bfloat16")
+    assert experts_fingerprint("float32") == experts_fingerprint("float32") != first
+
+
+def test_an_expert_worker_compiles_nothing_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts sooner; a fault of what it computes with is found all the same."""
+    monkeypatch.setattr(self_test, "paged_attention", None)
+    assert len(experts_fingerprint("float32")) == 16
+    monkeypatch.setattr(self_test, "grouped_mlp", lambda x_RH, rows, *_: x_RH[rows] * len(rows))
+    with pytest.raises(RuntimeError, match="grouped_mlp with silu depends on neighbouring rows"):
+        experts_fingerprint("float32")
 
 
 def test_a_kernel_that_depends_on_its_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
