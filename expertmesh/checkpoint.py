@@ -8,7 +8,6 @@ reads are positioned and share no state.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,10 +131,6 @@ class Checkpoint:
         if name == "embed" and self._inventory.tied_copy is not None:
             _check_tied(tensor, self._inventory.tied_copy)
         return tensor
-
-    def attention_parameters(self) -> Iterator[tuple[str, HostTensor]]:
-        """All of them, read one at a time."""
-        return ((name, self.read_parameter(name)) for name in self.parameter_names)
 
     def attention_nbytes(self) -> int:
         """Bytes of all attention parameters as stored."""

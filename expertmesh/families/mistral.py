@@ -25,7 +25,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     parse_config=_parse_config,
     model_parameters=tensors.MODEL,
-    layer_parameters=(tensors.INPUT_NORM, *tensors.GQA, tensors.FFN_NORM, *tensors.DENSE_FFN),
+    layer_parameters=tensors.DENSE_LAYER,
     ignored=(tensors.ROTARY_BUFFERS,),
     defaults={
         **common.BASE_DEFAULTS,

@@ -181,6 +181,9 @@ DENSE_FFN = (
 )
 """The FFN of dense layers."""
 
+DENSE_LAYER = (INPUT_NORM, *GQA, FFN_NORM, *DENSE_FFN)
+"""All of a layer, where all layers are dense."""
+
 
 def gate(*modules: str) -> tuple[ParameterTemplate, ...]:
     """The gate of MoE layers; more names of its module are spellings."""

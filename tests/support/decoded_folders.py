@@ -14,6 +14,7 @@ from expertmesh.checkpoint import Checkpoint, HostTensor
 from expertmesh.families import FAMILIES, WeightRule
 from expertmesh.host_tensor import to_float32
 from tests.support.hub_families import transformers_type
+from tests.support.parameters import parameters_of
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 
@@ -34,7 +35,7 @@ def save_decoded(folder: Path, source: Path) -> Path:
 
 def _decoded(checkpoint: Checkpoint) -> Tensors:
     family, config = FAMILIES[checkpoint.config.family], checkpoint.config
-    parameters = dict(checkpoint.attention_parameters())
+    parameters = parameters_of(checkpoint)
     tensors: Tensors = {}
     for rule in family.attention_rules(config):
         tensors |= _split(parameters[rule.parameter], rule.sources)

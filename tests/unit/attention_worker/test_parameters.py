@@ -17,6 +17,7 @@ from expertmesh.families import FAMILIES
 from expertmesh.model_tools.make_tiny import write_tiny
 from expertmesh.model_tools.quantize import QUANTIZATIONS, quantize_model
 from tests.conftest import Models
+from tests.support.parameters import parameters_of
 from tests.support.tiny_checkpoints import LLAMA, MIXTRAL
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_quantised_weights_are_decoded_one_at_a_time(tmp_path: Path) -> None:
     write_tiny(replace(family, tiny={**family.tiny, **sizes}), tmp_path / "plain", 0, "float32")
     quantize_model(tmp_path / "plain", tmp_path / "fp8", QUANTIZATIONS["fp8"])
     checkpoint = Checkpoint.open(tmp_path / "fp8")
-    sizes_in_fp32 = [4 * tensor.data.size for _, tensor in checkpoint.attention_parameters()]
+    sizes_in_fp32 = [4 * tensor.data.size for tensor in parameters_of(checkpoint).values()]
     largest = max(sizes_in_fp32)
     assert 10 * largest < sum(sizes_in_fp32)
     tracemalloc.start()  # knows of numpy's memory, not of tensors

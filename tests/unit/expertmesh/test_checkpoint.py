@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import CheckpointError
 from expertmesh.safetensors_file import pread_into
+from tests.support.parameters import parameters_of
 from tests.support.tiny_folders import (
     FFN,
     LLAMA_CONFIG,
@@ -37,9 +38,7 @@ FIRST_SHARD = "model-00001-of-00002.safetensors"
 def test_parameters_are_stacked_under_our_names(tmp_path: Path) -> None:
     """Query, key and value, and gate and up, become one parameter each, in forward order."""
     tensors = llama_tensors()
-    found = dict(
-        Checkpoint.open(save_folder(tmp_path, LLAMA_CONFIG, tensors)).attention_parameters()
-    )
+    found = parameters_of(Checkpoint.open(save_folder(tmp_path, LLAMA_CONFIG, tensors)))
     layer = [f"layers.{{}}.{n}" for n in ("input_norm", "qkv", "o", "ffn_norm")]
     layer += ["layers.{}.gate_up", "layers.{}.down"]
     names = [name.format(i) for i in (0, 1) for name in layer]
@@ -58,7 +57,7 @@ def test_biases_are_parameters_of_their_own(tmp_path: Path) -> None:
         if "_proj" in name:
             tensors[name.replace(".weight", ".bias")] = np.full(len(data), len(name), np.float32)
     config = LLAMA_CONFIG | {"attention_bias": True, "mlp_bias": True}
-    found = dict(Checkpoint.open(save_folder(tmp_path, config, tensors)).attention_parameters())
+    found = parameters_of(Checkpoint.open(save_folder(tmp_path, config, tensors)))
     shapes = {name: t.shape for name, t in found.items() if name.endswith("_bias")}
     assert {
         f"layers.{i}.{name}": (size,)
@@ -131,7 +130,7 @@ def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
     bits = {name: (t.view(np.uint32) >> 16).astype(np.uint16) for name, t in tensors.items()}
     folder = save_folder(tmp_path, LLAMA_CONFIG | {"dtype": "bfloat16"}, bits)
     _relabel(folder / "model.safetensors", '"U16"', '"BF16"')
-    found = dict(Checkpoint.open(folder).attention_parameters())
+    found = parameters_of(Checkpoint.open(folder))
     assert found["norm"].dtype == "bfloat16"
     np.testing.assert_array_equal(bits["model.norm.weight"], found["norm"].data)
 
@@ -144,7 +143,7 @@ def test_tensors_may_have_types_of_their_own(tmp_path: Path) -> None:
     for name in (norm, query, gate):
         tensors[name] = tensors[name].astype(np.float16)
     checkpoint = Checkpoint.open(save_folder(tmp_path, MIXTRAL_CONFIG, tensors))
-    found = dict(checkpoint.attention_parameters())
+    found = parameters_of(checkpoint)
     assert (found["norm"].dtype, found["embed"].dtype) == ("float16", "float32")
     np.testing.assert_array_equal(tensors[norm], found["norm"].data)
     assert found["layers.0.qkv"].dtype == "float32"
@@ -160,13 +159,13 @@ def test_tied_output_may_be_absent_or_an_equal_copy(tmp_path: Path) -> None:
     tensors = llama_tensors()
     folder = save_folder(tmp_path, config, tensors)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from the embedding"):
-        list(Checkpoint.open(folder).attention_parameters())
+        parameters_of(Checkpoint.open(folder))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     save_folder(folder, config, tensors)
-    assert "lm_head" not in dict(Checkpoint.open(folder).attention_parameters())
+    assert "lm_head" not in parameters_of(Checkpoint.open(folder))
     del tensors["lm_head.weight"]
     save_folder(folder, config, tensors)
-    assert "lm_head" not in dict(Checkpoint.open(folder).attention_parameters())
+    assert "lm_head" not in parameters_of(Checkpoint.open(folder))
 
 
 def test_fingerprint_tells_models_apart_and_not_files(tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ def test_known_buffers_are_left_out(tmp_path: Path) -> None:
     tensors = llama_tensors()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
     checkpoint = Checkpoint.open(save_folder(tmp_path, LLAMA_CONFIG, tensors))
-    assert not [name for name, _ in checkpoint.attention_parameters() if "inv_freq" in name]
+    assert not [name for name in parameters_of(checkpoint) if "inv_freq" in name]
 
 
 def _drop(tensors: Tensors) -> None:
@@ -259,7 +258,7 @@ def test_bfloat16_infinity_is_found(tmp_path: Path) -> None:
     folder = save_folder(tmp_path, LLAMA_CONFIG | {"dtype": "bfloat16"}, bits)
     _relabel(folder / "model.safetensors", '"U16"', '"BF16"')
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight: holds NaN or infinity"):
-        list(Checkpoint.open(folder).attention_parameters())
+        parameters_of(Checkpoint.open(folder))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -100, -1])

@@ -23,6 +23,7 @@ from tests.support.hub_families import (
     save_hub_model,
     tiny_json,
 )
+from tests.support.parameters import parameters_of
 
 MOE = tuple(name for name in MODEL_TYPES if FAMILIES[name].expert_layouts)
 SEVERAL_LAYOUTS = tuple(name for name in MOE if len(FAMILIES[name].expert_layouts) > 1)
@@ -115,7 +116,7 @@ def test_attention_parameters_are_whole_tensors_of_transformers(
     checkpoint = Checkpoint.open(tmp_path)
     rules = {r.parameter: r for r in FAMILIES[model_type].attention_rules(checkpoint.config)}
     used = set()
-    for name, tensor in checkpoint.attention_parameters():
+    for name, tensor in parameters_of(checkpoint).items():
         sources = [_in_memory(source.names, state) for source in rules[name].sources]
         used |= set(sources)
         expected = np.concatenate([state[source].numpy() for source in sources])
@@ -170,9 +171,9 @@ def test_declared_leftovers_are_not_read(
 ) -> None:
     """Modules for speculation and old buffers may lie in the files."""
     save_hub_model(tmp_path, tiny_json(model_type))
-    expected = {name: t.data for name, t in Checkpoint.open(tmp_path).attention_parameters()}
+    expected = {name: t.data for name, t in parameters_of(Checkpoint.open(tmp_path)).items()}
     _change_file(tmp_path, lambda tensors: tensors.update({name: np.ones(3) for name in extra}))
-    found = {name: t.data for name, t in Checkpoint.open(tmp_path).attention_parameters()}
+    found = {name: t.data for name, t in parameters_of(Checkpoint.open(tmp_path)).items()}
     assert found.keys() == expected.keys()
 
 
@@ -232,8 +233,7 @@ def test_every_kind_of_weight_has_to_be_finite(
 
 
 def _read_all(checkpoint: Checkpoint) -> None:
-    for _ in checkpoint.attention_parameters():
-        pass
+    parameters_of(checkpoint)
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.num_experts):
             checkpoint.read_expert(layer, expert)
@@ -250,7 +250,7 @@ def test_gates_may_be_stored_wider_than_the_rest(model_type: str, tmp_path: Path
                 tensors[name] = tensor.astype(np.float16)
 
     _change_file(tmp_path, narrow)
-    found = dict(Checkpoint.open(tmp_path).attention_parameters())
+    found = parameters_of(Checkpoint.open(tmp_path))
     wide = {name for name, tensor in found.items() if tensor.dtype == "float32"}
     assert wide == {n for n in found if n.endswith((".gate", ".gate_bias", ".selection_bias"))}
 

@@ -16,6 +16,7 @@ from expertmesh.model_tools.make_tiny import make_tiny
 from expertmesh.model_tools.quantize import QUANTIZATIONS
 from gateway.command.cli import run_command
 from tests.support.hub_families import MODEL_TYPES, transformers_type
+from tests.support.parameters import parameters_of
 
 TOKENS = torch.arange(3, 123).reshape(3, 40)
 
@@ -53,7 +54,7 @@ def test_we_open_what_we_made_in_any_type(model_type: str, tmp_path: Path) -> No
     make_tiny(model_type, tmp_path / "narrow", dtype="bfloat16")
     checkpoint = Checkpoint.open(tmp_path / "narrow")
     assert checkpoint.config.dtype == "bfloat16"
-    wide = {name: t for name, t in checkpoint.attention_parameters() if t.dtype == "float32"}
+    wide = {name: t for name, t in parameters_of(checkpoint).items() if t.dtype == "float32"}
     assert all(name.endswith(".selection_bias") for name in wide)
     gates = [layer.ffn.gate for layer in checkpoint.config.layers if hasattr(layer.ffn, "gate")]
     assert len(wide) == sum(gate.selection_bias for gate in gates)

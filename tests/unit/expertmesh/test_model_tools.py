@@ -22,6 +22,7 @@ from expertmesh.model_tools.numpy_llama import ffn_inputs, silu
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model
 from expertmesh.model_tools.upcycle import upcycle
+from tests.support.parameters import parameters_of
 from tests.support.tiny_folders import (
     FFN,
     LAYERS,
@@ -93,7 +94,7 @@ def test_plain_experts_are_the_dense_ffn(dense: Path) -> None:
         np.testing.assert_array_equal(tensors[mlp + "gate_proj.weight"], found.gate_up.data[:FFN])
         np.testing.assert_array_equal(tensors[mlp + "up_proj.weight"], found.gate_up.data[FFN:])
         np.testing.assert_array_equal(tensors[mlp + "down_proj.weight"], found.down.data)
-    parameters = dict(checkpoint.attention_parameters())
+    parameters = parameters_of(checkpoint)
     assert len(np.unique(parameters["layers.1.gate"].data, axis=0)) == 5
     np.testing.assert_array_equal(tensors["model.norm.weight"], parameters["norm"].data)
     assert (checkpoint.model_dir / "tokenizer.json").read_text() == "{}"
@@ -117,7 +118,7 @@ def test_granular_group_adds_up_to_the_dense_ffn(dense: Path, num_experts: int, 
 
 def test_granular_gate_ties_within_a_group_only(dense: Path) -> None:
     """Rows are equal in a group, so top-k always takes one whole group."""
-    parameters = dict(Checkpoint.open(make(dense)).attention_parameters())
+    parameters = parameters_of(Checkpoint.open(make(dense)))
     for layer in range(LAYERS):
         gate_EH = parameters[f"layers.{layer}.gate"].data
         np.testing.assert_array_equal(gate_EH[:4], gate_EH[4:])

@@ -20,6 +20,7 @@ from expertmesh.formats.scaled import ScaledBytes
 from expertmesh.formats.scaling import Scaling
 from expertmesh.model_tools.quantize import safetensors_bytes
 from expertmesh.safetensors_file import pread_into
+from tests.support.parameters import parameters_of
 from tests.support.quantized_folders import (
     FP8,
     INT8,
@@ -89,7 +90,7 @@ def test_weights_are_what_their_codes_mean(tmp_path: Path, name: str) -> None:
     gate, up, down = (coded(case.expert, tensors[f"{EXPERT}w{i}.weight"]) for i in (1, 3, 2))
     assert_same(np.concatenate((gate, up)), expert.gate_up)
     assert_same(down, expert.down)
-    found = dict(checkpoint.attention_parameters())
+    found = parameters_of(checkpoint)
     prefix = "model.layers.1.self_attn."
     qkv = [coded(case.attention, tensors[f"{prefix}{x}_proj.weight"]) for x in "qkv"]
     assert_same(np.concatenate(qkv), found["layers.1.qkv"])
@@ -102,7 +103,7 @@ def test_dense_models_are_quantised_too(tmp_path: Path) -> None:
     """FFN matrices one below the other, each with its own scales."""
     tensors = llama_tensors()
     folder = quantized_folder(tmp_path / "m", LLAMA_CONFIG, tensors, FP8)
-    found = dict(Checkpoint.open(folder).attention_parameters())
+    found = parameters_of(Checkpoint.open(folder))
     mlp = "model.layers.1.mlp."
     gate, up, down = (
         coded(Fp8Blocks(16, 10), tensors[f"{mlp}{x}_proj.weight"]) for x in ("gate", "up", "down")
@@ -117,13 +118,13 @@ def test_output_may_be_quantised(tmp_path: Path) -> None:
     config = {**FP8, "modules_to_not_convert": []}
     folder = quantized_folder(tmp_path / "m", LLAMA_CONFIG, tensors, config)
     assert read_parts(folder)["lm_head.weight"].dtype_code == "F8_E4M3"
-    head = dict(Checkpoint.open(folder).attention_parameters())["lm_head"]
+    head = parameters_of(Checkpoint.open(folder))["lm_head"]
     assert_same(coded(Fp8Blocks(16, 10), tensors["lm_head.weight"]), head)
     parts = read_parts(folder)
     del parts["lm_head.weight_scale_inv"]
     parts["lm_head.weight"] = PartData(tensors["lm_head.weight"], "F32")
     write_parts(folder, parts)
-    head = dict(Checkpoint.open(folder).attention_parameters())["lm_head"]
+    head = parameters_of(Checkpoint.open(folder))["lm_head"]
     assert_same(tensors["lm_head.weight"], head)
 
 
