@@ -13,8 +13,9 @@ the first axis). Shapes are strings of symbols:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from expertmesh.families.config_reader import ConfigReader, Json
 from expertmesh.model_config import GqaConfig, LayerConfig, ModelConfig, MoeFfnConfig
@@ -181,14 +182,21 @@ class Family:
 
     def attention_rules(self, config: ModelConfig) -> list[ParameterRule]:
         """Every parameter outside the experts, in the order of the forward pass."""
-        embed, *rest = self.model_parameters
-        rules = [_expand(embed, config, config.layers[0], 0)]
-        for index, layer in enumerate(config.layers):
-            rules += [_expand(t, config, layer, index) for t in self._templates(layer)]
-        for template in rest:
-            if not (template.parameter == "lm_head" and config.tie_word_embeddings):
-                rules.append(_expand(template, config, config.layers[0], 0))
-        return rules
+        embed, *rest = self.model_rules(config)
+        layers = (self.layer_rules(config, index) for index in range(config.num_layers))
+        return [embed, *chain.from_iterable(layers), *rest]
+
+    def model_rules(self, config: ModelConfig) -> list[ParameterRule]:
+        """Parameters outside the layers, the embedding first."""
+        tied = {"lm_head"} if config.tie_word_embeddings else set()
+        templates = (t for t in self.model_parameters if t.parameter not in tied)
+        return [_expand(template, config, 0) for template in templates]
+
+    def layer_rules(self, config: ModelConfig, index: int) -> list[ParameterRule]:
+        """Parameters of a layer outside its experts."""
+        layer = config.layers[index]
+        templates = (t for t in self.layer_parameters if t.when(layer))
+        return [_expand(template, config, index) for template in templates]
 
     def expert_rules(self, config: ModelConfig, layer: int) -> ExpertRules:
         """The experts of an MoE layer."""
@@ -212,14 +220,9 @@ class Family:
         """
         return any(ignored.applies(name, config, all_names) for ignored in self.ignored)
 
-    def _templates(self, layer: LayerConfig) -> Iterator[ParameterTemplate]:
-        return (template for template in self.layer_parameters if template.when(layer))
 
-
-def _expand(
-    template: ParameterTemplate, config: ModelConfig, layer: LayerConfig, index: int
-) -> ParameterRule:
-    sizes = _sizes(config, layer)
+def _expand(template: ParameterTemplate, config: ModelConfig, index: int) -> ParameterRule:
+    sizes = _sizes(config, config.layers[index])
     sources = tuple(
         WeightRule(
             tuple(name.format(layer=index) for name in source.names),

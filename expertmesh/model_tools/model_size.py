@@ -1,18 +1,16 @@
-"""How many weights each part of a model has: pure arithmetic over its description."""
+"""How many weights each part of a model has, as its family names them: no file is looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
-from expertmesh.model_config import (
-    DenseFfnConfig,
-    GqaConfig,
-    LayerConfig,
-    MlaConfig,
-    ModelConfig,
-    MoeFfnConfig,
-)
+from expertmesh.families import FAMILIES, Family, ParameterRule
+from expertmesh.model_config import LayerConfig, ModelConfig, MoeFfnConfig
+
+_EXACT = frozenset({"gate", "gate_bias", "selection_bias", "shared_gate", "sinks"})
+"""Parameters that are computed with in FP32, beside the norms."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +45,12 @@ NONE = Weights()
 class LayerSize:
     """Weights of a layer."""
 
-    attention: Weights
-    """With the norms of the layer."""
-    ffn: Weights
-    """What the attention worker has of the FFN: a dense one whole; gate and shared expert."""
+    resident: Weights
+    """What the attention worker holds: all but the routed experts."""
     expert: Weights = NONE
     """One routed expert."""
     num_experts: int = 0
     top_k: int = 0
-
-    @property
-    def resident(self) -> Weights:
-        """What the attention worker holds."""
-        return self.attention + self.ffn
 
     @property
     def experts(self) -> Weights:
@@ -111,74 +102,34 @@ class ModelSize:
 
 def model_size(config: ModelConfig) -> ModelSize:
     """Counts the weights of a model."""
-    table = Weights(config.vocab_size * config.hidden_size)
-    by_kind = {layer: _layer_size(config, layer) for layer in set(config.layers)}
+    family = FAMILIES[config.family]
+    whole = {rule.parameter: _count(rule) for rule in family.model_rules(config)}
+    by_kind: dict[LayerConfig, LayerSize] = {}
+    for index, layer in enumerate(config.layers):
+        if layer not in by_kind:
+            by_kind[layer] = _layer_size(family, config, index)
     return ModelSize(
-        embedding=table,
-        head=NONE if config.tie_word_embeddings else table,
-        norm=Weights(exact=config.hidden_size),
+        embedding=whole["embed"],
+        head=whole.get("lm_head", NONE),
+        norm=whole["norm"],
         layers=tuple(by_kind[layer] for layer in config.layers),
     )
 
 
-def _layer_size(config: ModelConfig, layer: LayerConfig) -> LayerSize:
-    width = config.hidden_size
-    norms = Weights(exact=width * (4 if layer.out_norms else 2))
-    match layer.attention:
-        case GqaConfig() as gqa:
-            attention = norms + _gqa(gqa, width)
-        case MlaConfig() as mla:
-            attention = norms + _mla(mla, width)
-    match layer.ffn:
-        case DenseFfnConfig() as ffn:
-            return LayerSize(attention, _gated_ffn(width, ffn.intermediate_size, bias=ffn.bias))
-        case MoeFfnConfig() as moe:
-            expert = _gated_ffn(width, moe.intermediate_size, bias=moe.bias)
-            resident = _gate(moe, width) + _shared(moe, width)
-            return LayerSize(attention, resident, expert, moe.num_experts, moe.gate.top_k)
+def _layer_size(family: Family, config: ModelConfig, index: int) -> LayerSize:
+    resident = _sum(map(_count, family.layer_rules(config, index)))
+    ffn = config.layers[index].ffn
+    if not isinstance(ffn, MoeFfnConfig):
+        return LayerSize(resident)
+    experts = family.expert_rules(config, index)
+    expert = _sum(map(_count, experts.parameters(experts.layouts[0], 0)))
+    return LayerSize(resident, expert, ffn.num_experts, ffn.gate.top_k)
 
 
-def _gqa(attention: GqaConfig, width: int) -> Weights:
-    projected = attention.q_size + attention.k_size + attention.v_size
-    plain = width * (projected + attention.out_size)
-    plain += attention.qkv_bias * projected + attention.o_bias * width
-    match attention.qk_norm:
-        case "none":
-            norms = 0
-        case "head":
-            norms = 2 * attention.head_dim
-        case "whole":
-            norms = attention.q_size + attention.k_size
-    return Weights(plain, norms + attention.sinks * attention.num_heads)
-
-
-def _mla(attention: MlaConfig, width: int) -> Weights:
-    rank, latent = attention.q_lora_rank, attention.kv_lora_rank
-    entry = latent + attention.rope_head_dim
-    plain = width * (entry + attention.out_size) + latent * attention.kv_b_size
-    biases = entry + width
-    if rank is None:
-        query, norms = width * attention.q_size, latent
-    else:
-        query, norms = rank * (width + attention.q_size), latent + rank
-        biases += rank
-    return Weights(plain + query + attention.bias * biases, norms)
-
-
-def _gated_ffn(width: int, intermediate: int, *, bias: bool) -> Weights:
-    return Weights(3 * width * intermediate + bias * (2 * intermediate + width))
-
-
-def _gate(moe: MoeFfnConfig, width: int) -> Weights:
-    gate = moe.gate
-    return Weights(exact=gate.num_experts * (width + gate.bias + gate.selection_bias))
-
-
-def _shared(moe: MoeFfnConfig, width: int) -> Weights:
-    if moe.shared is None:
-        return NONE
-    gate = Weights(exact=width * moe.shared.gated)
-    return gate + _gated_ffn(width, moe.shared.intermediate_size, bias=False)
+def _count(rule: ParameterRule) -> Weights:
+    count = prod(rule.shape)
+    is_exact = rule.role in _EXACT or rule.role.endswith("norm")
+    return Weights(exact=count) if is_exact else Weights(count)
 
 
 def _sum(parts: Iterable[Weights]) -> Weights:

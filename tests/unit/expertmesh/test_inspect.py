@@ -62,9 +62,9 @@ MOE = MoeFfnConfig(GateConfig(8, 2), 96)
 DENSE = DenseFfnConfig(256)
 
 
-def model(*layers: LayerConfig) -> ModelConfig:
+def model(*layers: LayerConfig, family: str = "qwen2_moe") -> ModelConfig:
     """A model with these layers."""
-    return ModelConfig("any", 500, 64, layers, NormConfig(1e-6), 8192, False, "bfloat16")
+    return ModelConfig(family, 500, 64, layers, NormConfig(1e-6), 8192, False, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,16 @@ def test_numbers_in_words() -> None:
 
 def test_json_is_what_it_says() -> None:
     """Valid JSON without infinity; parts of the model add up."""
-    facts = model_facts(model(LayerConfig(MLA, DENSE), LayerConfig(GQA, MOE)), 10)
+    layers = LayerConfig(MLA, DENSE), LayerConfig(MLA, MOE)
+    facts = model_facts(model(*layers, family="deepseek_v2"), 10)
     found = json.loads(json.dumps(facts_json(facts), allow_nan=False))
     sizes = found["parameters"]
     assert sizes["total"] == sizes["attention_worker"] + sizes["experts"]
     assert sizes["active"] == sizes["attention_worker"] + sizes["experts"] // 4
-    assert [part["kind"] for part in found["attention"]] == ["latent", "grouped-query"]
+    assert [part["kind"] for part in found["attention"]] == ["latent"]
     assert found["attention"][0]["kv_lora_rank"] == 512
+    (grouped,) = facts_json(model_facts(model(LayerConfig(GQA, DENSE)), 10))["attention"]
+    assert grouped["kind"] == "grouped-query"
     assert [part["kind"] for part in found["ffn"]] == ["dense", "moe"]
     assert found["ffn"][1]["activation"] == {"kind": "silu", "alpha": 1.0, "limit": None}
     assert found["memory"]["attention_worker_bytes"] == facts.attention_worker_nbytes

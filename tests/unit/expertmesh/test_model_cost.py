@@ -50,7 +50,9 @@ H, V = 16, 50
 
 def model(*layers: LayerConfig, tied: bool = False) -> ModelConfig:
     """A model with these layers."""
-    return ModelConfig("any", V, H, layers, NormConfig(1e-6), 64, tied, "bfloat16")
+    latent = any(isinstance(layer.attention, MlaConfig) for layer in layers)
+    family = "deepseek_v2" if latent else "qwen2_moe"
+    return ModelConfig(family, V, H, layers, NormConfig(1e-6), 64, tied, "bfloat16")
 
 
 MIXED = model(LayerConfig(GQA, DENSE), LayerConfig(WINDOW, MOE), LayerConfig(WINDOW, MOE))
