@@ -84,7 +84,9 @@ def test_more_traffic_matches_transformers(
 
 
 def _check_colocated(folders: FamilyFolders, name: str, traffic: Traffic) -> None:
-    runner = make_runner(folders.served(name), num_slots=5, block_size=traffic.block_size)
+    runner = make_runner(
+        folders.served(name), num_slots=5, num_blocks=2048, block_size=traffic.block_size
+    )
     requests = drive(runner, traffic, prompts(VOCAB_SIZE, LENGTHS), NUM_TOKENS)
     _record(name, "colocated", compare(requests, folders.oracle(name)))
 
