@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.hub_configs import DENSE, Config
+from tests.support import published_models
+from tests.support.hub_configs import Config
 from tests.support.hub_families import save_config, transformers_type
-from tests.support.hub_latent_configs import LATENT
-from tests.support.hub_moe_configs import MOE
 from tests.support.oracle import Oracle, prompts
 from tests.support.parity import Traffic, compare, drive
 from tests.support.runner_driver import make_runner
@@ -25,7 +24,7 @@ LENGTHS = (1, 9, 10, 11, 64, 100)
 def _distinct() -> dict[str, Config]:
     """The configs that are not equal to one before them once they are small."""
     found: dict[str, Config] = {}
-    for name, config in (DENSE | MOE | LATENT).items():
+    for name, config in published_models.CONFIGS.items():
         small = scaled_down(config)
         if small not in found.values():
             found[name] = small

@@ -1,7 +1,7 @@
 """`config.json` of released models with every key that such files have, dense ones here.
 
-What a family reads is in `published_models`; these have what it does not read too: settings of
-training, code that a file would like to run, keys of other versions, null and empty values.
+With what a family does not read too: settings of training, code that a file would like to run,
+keys of other versions, null and empty values.
 Written down key by key; no file is theirs.
 """
 

@@ -45,7 +45,7 @@ from expertmesh.model_tools.model_words import (
     pattern,
     rope_words,
 )
-from tests.support.published_models import PUBLISHED
+from tests.support.published_models import CONFIGS
 from tests.support.tiny_folders import (
     LLAMA_CONFIG,
     MIXTRAL_CONFIG,
@@ -273,15 +273,14 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     [
         ("DeepSeek-V3", FP8, "fp8 in blocks of 128 x 128", 0.997),
         ("gpt-oss-20b", MXFP4, "mxfp4", 0.914),
-        ("OLMoE-1B-7B", None, "bfloat16", 1.0),
+        ("OLMoE-1B-7B-0924", None, "bfloat16", 1.0),
     ],
 )
 def test_formats_of_weights_are_told(
     name: str, quantization: object, codec: str, share: float, tmp_path: Path
 ) -> None:
     """What is quantised, of how many weights; gates, norms and embeddings never are."""
-    published = next(model for model in PUBLISHED if model.name == name)
-    config = published.config_json | {"quantization_config": quantization}
+    config = CONFIGS[name] | {"quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = inspect_model(tmp_path)
     total = found.facts.size.total
