@@ -45,7 +45,6 @@ class Case:
 CASES = {
     "llama": Case(LLAMA, 0, 16),
     "mixtral-2": Case(MIXTRAL, 2, 16),
-    "mixtral-four-3": Case(MIXTRAL_FOUR, 3, 512),
 }
 
 
@@ -59,7 +58,16 @@ class Parity:
     expected: list[Continuation]
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+SLOW_CASES = {"mixtral-four-3": Case(MIXTRAL_FOUR, 3, 512)}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
+    ],
+)
 def parity(request: pytest.FixtureRequest, models: Models) -> Iterator[Parity]:
     """Each case in turn."""
     case: Case = request.param
