@@ -93,6 +93,7 @@ class Checkpoint:
         quantization = read_quantization(model_dir / "config.json")
         storage = QuantizedStorage(quantization)
         inventory = take_inventory(config, FAMILIES[config.family], storage, files)
+        config = load_model_config(model_dir, inventory.parameters["embed"].dtype)
         return cls(model_dir, config, files, inventory, quantization)
 
     @property

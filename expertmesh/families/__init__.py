@@ -27,7 +27,7 @@ from expertmesh.families.qwen3 import QWEN3
 from expertmesh.families.qwen3_moe import QWEN3_MOE
 from expertmesh.families.rules import ExpertLayout, ExpertRules, Family, ParameterRule, WeightRule
 from expertmesh.json_file import read_json_object
-from expertmesh.model_config import ModelConfig
+from expertmesh.model_config import DtypeName, ModelConfig
 
 __all__ = [
     "FAMILIES",
@@ -64,10 +64,14 @@ FAMILIES: dict[str, Family] = {
 MAX_CONFIG_BYTES = 1 << 20
 
 
-def load_model_config(model_dir: Path) -> ModelConfig:
+def load_model_config(model_dir: Path, stored: DtypeName | None = None) -> ModelConfig:
     """Reads `config.json`, and the end tokens of `generation_config.json` if it has them.
 
     Code named by the checkpoint (`auto_map`) is never loaded.
+
+    Args:
+        model_dir: The folder.
+        stored: Type of the weights, if known; that of the model where `config.json` names none.
 
     Raises:
         CheckpointError: the folder, a key or a value is not what a supported family has.
@@ -80,7 +84,8 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     reader = ConfigReader(path, read_json_object(path, MAX_CONFIG_BYTES))
     family = _family(reader)
-    reader = replace(reader, defaults=family.defaults)
+    defaults = {**family.defaults, "torch_dtype": stored} if stored else family.defaults
+    reader = replace(reader, defaults=defaults)
     config = family.parse_config(reader)
     eos_token_ids = _generation_eos(model_dir, config.vocab_size)
     return replace(config, eos_token_ids=eos_token_ids) if eos_token_ids else config

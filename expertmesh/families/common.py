@@ -186,8 +186,10 @@ def parse_activation(reader: ConfigReader, key: str = "hidden_act") -> Activatio
 
 
 def _dtype(reader: ConfigReader) -> DtypeName:
-    key = "dtype" if reader.get("dtype") is not None else "torch_dtype"
-    name = reader.text(key, "float32").removeprefix("torch.")
+    """What the file says in either spelling, else the default."""
+    key = "torch_dtype" if reader.get("dtype") is None else "dtype"
+    default = reader.defaults.get("torch_dtype", "float32")
+    name = reader.text(key, str(default)).removeprefix("torch.")
     if name not in DTYPES:
         reader.fail(key, f"one of {', '.join(DTYPES)}")
     return cast(DtypeName, name)

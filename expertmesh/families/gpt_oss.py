@@ -75,6 +75,7 @@ GPT_OSS = Family(
     ),
     ignored=(tensors.ROTARY_BUFFERS,),
     defaults={
+        "torch_dtype": "bfloat16",  # released files say nothing of it
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "vocab_size": 201088,

@@ -24,7 +24,7 @@ from tests.support.hub_families import (
 )
 from tests.support.hub_modules import check_attention, check_ffn
 
-NOT_FIELDS = {"sliding_window_pattern": 6}
+NOT_FIELDS = {"sliding_window_pattern": 6, "torch_dtype": "bfloat16"}
 """Keys with a default that transformers does not declare as a field."""
 
 
