@@ -7,8 +7,9 @@ TORCH_PIP_ARGS ?=
 MODEL ?= demo
 ASK ?= What is the capital of France?
 ARGS ?=
-# Of `make test` and `make test-all`: more flags of pytest.
+# Of `make test` and `make test-all`: more flags of pytest, and how many tests run side by side.
 PYTEST_ARGS ?=
+TEST_JOBS ?= 2
 
 # Of `make conformance-full`: where the clients are installed; a folder that has them is used as is.
 CONFORMANCE_CLIENTS ?= .venv-conformance
@@ -16,6 +17,10 @@ CONFORMANCE_CLIENTS ?= .venv-conformance
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# Tests that mostly need one core run side by side, a file at a time; then those of whole meshes, which have
+# the machine to themselves: they start several processes, and some watch the clock.
+pytest = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "$(1)" tests/unit tests/parity \
+  $(PYTEST_ARGS) && $(BIN)/python -m pytest -m "$(1)" tests/integration tests/conformance $(PYTEST_ARGS)
 PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -49,10 +54,10 @@ run: $(VENV)/.run-stamp ## Serve the demo model on this machine, until Ctrl-C
 	@$(BIN)/expertmesh serve $(MODEL) --ask "$(ASK)" $(ARGS)
 
 test: lint type imports proto-check ## What CI runs: static checks, then the tests
-	@$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	@$(call pytest,not slow and not gpu)
 
 test-all: lint type imports proto-check ## As test, with what takes longer
-	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	@$(call pytest,not gpu)
 
 CLIENTS := litellm lm_eval guidellm aiperf
 
