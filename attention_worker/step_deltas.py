@@ -193,9 +193,12 @@ class StepDeltas:
         )
 
     def _append_blocks(self, entry: pb.ScheduledRequest) -> None:
+        position = int(self._slots.num_computed_S[entry.slot])
         for append in entry.new_blocks:
             try:
-                self._state.append_blocks(entry.slot, append.group, append.start, append.block_ids)
+                self._state.append_blocks(
+                    entry.slot, append.group, append.start, append.block_ids, position
+                )
             except ValueError as error:
                 raise MalformedStepError(str(error)) from error
 

@@ -25,8 +25,17 @@ class ModelState(Protocol):
     def begin(self, slot: int, num_cached: int) -> None:
         """A request has the slot; what its first `num_cached` tokens leave behind is there."""
 
-    def append_blocks(self, slot: int, group: int, start: int, block_ids: Sequence[int]) -> None:
+    def append_blocks(
+        self, slot: int, group: int, start: int, block_ids: Sequence[int], position: int
+    ) -> None:
         """Continues a slot's block table in a KV group; a repeated append changes nothing.
+
+        Args:
+            slot: The request slot.
+            group: The KV group.
+            start: Index of the first block in the table.
+            block_ids: Ids of blocks in the pool.
+            position: Of the slot's next token to compute: what it does not see may be gone.
 
         Raises:
             ValueError: The blocks cannot be there; names slot and value.

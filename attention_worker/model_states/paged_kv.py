@@ -54,18 +54,18 @@ class PagedKvState:
             BlockTables(kv.groups, group, num_slots, max_blocks, kv.null_block)
             for group in range(kv.groups.num_groups)
         )
-        self._num_computed_S: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
 
     def begin(self, slot: int, num_cached: int) -> None:
         """A request without blocks; see ModelState."""
         self.remove(slot)
-        self._num_computed_S[slot] = num_cached
 
     def block_table(self, slot: int, group: int = 0) -> npt.NDArray[np.int32]:
         """Blocks of one slot in one group, in order."""
         return self._tables[group].table(slot)
 
-    def append_blocks(self, slot: int, group: int, start: int, block_ids: Sequence[int]) -> None:
+    def append_blocks(
+        self, slot: int, group: int, start: int, block_ids: Sequence[int], position: int
+    ) -> None:
         """Continues a table; see ModelState.
 
         Raises:
@@ -84,7 +84,6 @@ class PagedKvState:
         tables = self._tables[group]
         if tables.has(slot, start, block_ids):
             return
-        position = int(self._num_computed_S[slot])
         seen = chain.from_iterable(tables.seen(slot, position) for tables in self._tables)
         distinct = set(block_ids)
         if len(distinct) < len(block_ids) or not distinct.isdisjoint(seen):
@@ -119,17 +118,14 @@ class PagedKvState:
         return AttentionInputs(positions_T, sequence_of_row_T, layers)
 
     def commit(self, slots_S: npt.NDArray[np.int64], num_tokens_S: npt.NDArray[np.int64]) -> None:
-        """Later tokens see less of what is behind them; see ModelState."""
-        self._num_computed_S[slots_S] += num_tokens_S
+        """Nothing: keys and values count as far as tokens do; see ModelState."""
 
     def remove(self, slot: int) -> None:
         """Forgets the slot's blocks."""
-        self._num_computed_S[slot] = 0
         for tables in self._tables:
             tables.num_blocks_S[slot] = 0
 
     def reset(self) -> None:
         """Forgets all blocks."""
-        self._num_computed_S[:] = 0
         for tables in self._tables:
             tables.num_blocks_S[:] = 0

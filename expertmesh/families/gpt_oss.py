@@ -58,9 +58,7 @@ GPT_OSS = Family(
     parse_config=_parse_config,
     model_parameters=tensors.MODEL,
     layer_parameters=(
-        tensors.INPUT_NORM,
-        *tensors.GQA,
-        tensors.FFN_NORM,
+        *tensors.ATTENTION_AND_NORMS,
         *tensors.gate("mlp.router"),
     ),
     expert_layouts=(

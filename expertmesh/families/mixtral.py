@@ -31,9 +31,7 @@ MIXTRAL = Family(
     parse_config=_parse_config,
     model_parameters=tensors.MODEL,
     layer_parameters=(
-        tensors.INPUT_NORM,
-        *tensors.GQA,
-        tensors.FFN_NORM,
+        *tensors.ATTENTION_AND_NORMS,
         *tensors.gate("block_sparse_moe.gate", "mlp.gate"),
     ),
     expert_layouts=(

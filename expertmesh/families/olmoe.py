@@ -36,9 +36,7 @@ OLMOE = Family(
     parse_config=_parse_config,
     model_parameters=tensors.MODEL,
     layer_parameters=(
-        tensors.INPUT_NORM,
-        *tensors.GQA,
-        tensors.FFN_NORM,
+        *tensors.ATTENTION_AND_NORMS,
         *tensors.gate("mlp.gate"),
     ),
     expert_layouts=tensors.MLP_EXPERTS,

@@ -38,7 +38,7 @@ MOE_DEFAULTS: dict[str, object] = {
 }
 
 
-def upper_windows(reader: ConfigReader) -> list[int | None]:
+def _upper_windows(reader: ConfigReader) -> list[int | None]:
     """Window of each layer: `layer_types`, or windows from `max_window_layers` on."""
     first = reader.integer("max_window_layers", 0, common.MAX_LAYERS)
     enabled = _windows_enabled(reader)
@@ -75,6 +75,16 @@ def moe_ffn(reader: ConfigReader, experts_key: str) -> MoeFfnConfig:
     gate = common.parse_softmax_gate(reader, experts_key, renormalize=renormalize)
     wide = common.intermediate_size(reader, "moe_intermediate_size")
     return MoeFfnConfig(gate, wide, common.parse_activation(reader))
+
+
+def parse_dense_model(reader: ConfigReader, attention: GqaConfig) -> ModelConfig:
+    """A dense model whose upper layers may have a window."""
+    ffn = common.parse_dense_ffn(reader)
+    layers = [
+        LayerConfig(replace(attention, sliding_window=window), ffn)
+        for window in _upper_windows(reader)
+    ]
+    return common.parse_model(reader, layers)
 
 
 def parse_moe_model(

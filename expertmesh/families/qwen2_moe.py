@@ -26,10 +26,7 @@ QWEN2_MOE = Family(
     parse_config=_parse_config,
     model_parameters=tensors.MODEL,
     layer_parameters=(
-        tensors.INPUT_NORM,
-        *tensors.GQA,
-        tensors.FFN_NORM,
-        *tensors.DENSE_FFN,
+        *tensors.DENSE_LAYER,
         *tensors.gate("mlp.gate"),
         *tensors.shared_expert("shared_expert", "shared_expert_gate"),
     ),

@@ -7,18 +7,13 @@ from dataclasses import replace
 from expertmesh.families import common, qwen, tensors, tiny
 from expertmesh.families.config_reader import ConfigReader
 from expertmesh.families.rules import Family
-from expertmesh.model_config import LayerConfig, ModelConfig
+from expertmesh.model_config import ModelConfig
 
 
 def _parse_config(reader: ConfigReader) -> ModelConfig:
     bias = reader.boolean("attention_bias")
     attention = replace(common.parse_attention(reader), qkv_bias=bias, o_bias=bias, qk_norm="head")
-    ffn = common.parse_dense_ffn(reader)
-    layers = [
-        LayerConfig(replace(attention, sliding_window=window), ffn)
-        for window in qwen.upper_windows(reader)
-    ]
-    return common.parse_model(reader, layers)
+    return qwen.parse_dense_model(reader, attention)
 
 
 QWEN3 = Family(

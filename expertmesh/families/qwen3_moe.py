@@ -24,10 +24,7 @@ QWEN3_MOE = Family(
     parse_config=_parse_config,
     model_parameters=tensors.MODEL,
     layer_parameters=(
-        tensors.INPUT_NORM,
-        *tensors.GQA,
-        tensors.FFN_NORM,
-        *tensors.DENSE_FFN,
+        *tensors.DENSE_LAYER,
         *tensors.gate("mlp.gate"),
     ),
     expert_layouts=tensors.MLP_EXPERTS,

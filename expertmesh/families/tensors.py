@@ -181,7 +181,10 @@ DENSE_FFN = (
 )
 """The FFN of dense layers."""
 
-DENSE_LAYER = (INPUT_NORM, *GQA, FFN_NORM, *DENSE_FFN)
+ATTENTION_AND_NORMS = (INPUT_NORM, *GQA, FFN_NORM)
+"""All of a layer but its FFN."""
+
+DENSE_LAYER = (*ATTENTION_AND_NORMS, *DENSE_FFN)
 """All of a layer, where all layers are dense."""
 
 

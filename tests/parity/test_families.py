@@ -36,7 +36,7 @@ NUM_TOKENS = 24
 TRAFFICS = [Traffic(512), Traffic(7, budget=40, block_size=5)]
 MORE_TRAFFICS = [Traffic(16), Traffic(33, block_size=WINDOW), Traffic(1, block_size=1)]
 
-MOE = [name for name, case in CASES.items() if case.num_experts]
+MOE = [name for name, case in CASES.items() if case.has_experts]
 KINDS = ["gemma2", "gemma3_text", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss", "mimo_v2_flash"]
 """One case of every kind of attention, FFN, norm and cache."""
 

@@ -7,14 +7,12 @@ every bit. What is freed is filled with NaN by `RunnerDriver`, or taken in `Sche
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 
 from attention_worker.drafts import Speculation
 from attention_worker.model_runner import ModelRunner
-from attention_worker.model_states.paged_kv import PagedKvState
 from expertmesh.model_config import DtypeName
 from gateway.sequence import SamplingParams
 from tests.conftest import Models
@@ -131,8 +129,8 @@ def test_wrong_drafts_move_no_window(mixtral: Path) -> None:
         response = driver.step()
         num_verified += response.num_drafts_verified
         num_accepted += response.num_drafts_accepted
-        computed_S = runner._slots.num_computed_S
-        assert np.array_equal(cast(PagedKvState, runner.state)._num_computed_S, computed_S)
+        # What windows are counted from, against the driver's own count.
+        assert runner._slots.num_computed_S[request.slot] == request.num_computed
     assert num_accepted < num_verified
     assert request.output == expected.output
 

@@ -7,9 +7,7 @@ Written down key by key; no file is theirs.
 
 from __future__ import annotations
 
-from typing import Any
-
-Config = dict[str, Any]
+Config = dict[str, object]
 
 COMMON: Config = {
     "attention_dropout": 0.0,

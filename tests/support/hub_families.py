@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -56,6 +55,6 @@ def save_hub_model(folder: Path, raw: Json, *, stacked: bool = False) -> PreTrai
     """Saves such a model as a checkpoint of its family; `stacked` as transformers holds experts."""
     model = hub_model(folder / "config", raw)
     model.save_pretrained(folder, save_original_format=not stacked)
-    saved: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    saved: dict[str, object] = json.loads((folder / "config.json").read_text())
     save_config(folder, saved | {"model_type": raw["model_type"]})
     return model

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,14 +74,14 @@ class TinyFamily:
     """A family with options."""
 
     model_type: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     """Over the common sizes."""
 
     @property
-    def num_experts(self) -> int:
-        """Experts of an MoE layer; 0 for a dense family."""
+    def has_experts(self) -> bool:
+        """Whether there are MoE layers."""
         names = ("num_experts", "num_local_experts", "n_routed_experts")
-        return next((self.options[name] for name in names if name in self.options), 0)
+        return any(name in self.options for name in names)
 
 
 CASES: dict[str, TinyFamily] = {

@@ -132,9 +132,9 @@ def test_asked_for_tokens_are_given_in_every_group() -> None:
 def test_tables_grow_and_place_rows() -> None:
     """Rows find their own place in the block that holds their position."""
     state = _state()
-    state.append_blocks(2, 0, 0, [7, 0])
-    state.append_blocks(2, 0, 2, [3])
-    state.append_blocks(0, 0, 0, [5])
+    state.append_blocks(2, 0, 0, [7, 0], 0)
+    state.append_blocks(2, 0, 2, [3], 0)
+    state.append_blocks(0, 0, 0, [5], 0)
     inputs = state.prepare(
         np.array([2, 0]), np.array([0, 0, 1], np.int32), np.array([3, 9, 2], np.int32)
     )
@@ -148,9 +148,9 @@ def test_tables_grow_and_place_rows() -> None:
 def test_repeated_append_changes_nothing() -> None:
     """A retried delta is taken as what it is."""
     state = _state()
-    state.append_blocks(0, 0, 0, [1, 2])
-    state.append_blocks(0, 0, 1, [2])
-    state.append_blocks(0, 0, 0, [1, 2])
+    state.append_blocks(0, 0, 0, [1, 2], 0)
+    state.append_blocks(0, 0, 1, [2], 0)
+    state.append_blocks(0, 0, 0, [1, 2], 0)
     assert state.block_table(0).tolist() == [1, 2]
 
 
@@ -166,7 +166,7 @@ def test_repeated_append_changes_nothing() -> None:
 def test_impossible_blocks_are_refused(block_ids: list[int], message: str) -> None:
     """The message names slot, value and limit; the table stays."""
     state = _state()
-    state.append_blocks(1, 0, 0, [0, 1])
+    state.append_blocks(1, 0, 0, [0, 1], 0)
     with pytest.raises(ValueError, match=message):
-        state.append_blocks(1, 0, 2, block_ids)
+        state.append_blocks(1, 0, 2, block_ids, 0)
     assert state.block_table(1).tolist() == [0, 1]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from expertmesh.families import FAMILIES, load_model_config
 from expertmesh.families.config_reader import Json
@@ -223,7 +222,7 @@ def test_layers_are_those_of_transformers(model_type: str, changes: Json, tmp_pa
     _check_tokens(config, hub)
 
 
-def _check_tokens(config: ModelConfig, hub: Any) -> None:
+def _check_tokens(config: ModelConfig, hub: PreTrainedConfig) -> None:
     end = hub.eos_token_id
     expected = () if end is None else tuple(end) if isinstance(end, list) else (end,)
     assert (config.bos_token_id, config.eos_token_ids) == (hub.bos_token_id, expected)

@@ -208,5 +208,6 @@ def test_the_attention_worker_tells_the_windows() -> None:
 @pytest.mark.parametrize("windows", [(), (0,), (None, -3)])
 def test_impossible_windows_are_refused(windows: tuple[int | None, ...]) -> None:
     """There is a group, and a token sees itself."""
+    limits = SchedulerLimits(4, 4, 2, 8, 32, windows)
     with pytest.raises(ValueError, match="expected one or more of at least 1"):
-        SchedulerLimits(4, 4, 2, 8, 32, windows).max_model_len  # noqa: B018
+        limits.check_fits(1)

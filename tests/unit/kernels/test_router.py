@@ -204,19 +204,25 @@ def test_closed_groups_are_not_chosen_even_if_all_open_ones_are_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("gate", "message"),
     [
-        ({"num_groups": 3}, "4 experts cannot be chosen from 1 of 3 groups by max"),
-        ({"num_groups": 2, "top_groups": 3}, "from 3 of 2 groups"),
-        ({"num_groups": 4, "group_score": "top2_sum"}, "from 1 of 4 groups by top2_sum"),
-        ({"num_groups": 4}, "top_k is 2, 1 groups have 1 experts each"),
-        ({"selection_bias": True}, r"selection bias has shape None, expected \(4,\)"),
+        (GateConfig(4, 2, num_groups=3), "4 experts cannot be chosen from 1 of 3 groups by max"),
+        (GateConfig(4, 2, num_groups=2, top_groups=3), "from 3 of 2 groups"),
+        (
+            GateConfig(4, 2, num_groups=4, group_score="top2_sum"),
+            "from 1 of 4 groups by top2_sum",
+        ),
+        (GateConfig(4, 2, num_groups=4), "top_k is 2, 1 groups have 1 experts each"),
+        (
+            GateConfig(4, 2, selection_bias=True),
+            r"selection bias has shape None, expected \(4,\)",
+        ),
     ],
 )
-def test_gates_that_cannot_work_are_named(changes: dict[str, object], message: str) -> None:
+def test_gates_that_cannot_work_are_named(gate: GateConfig, message: str) -> None:
     """The message has what is wrong."""
     with pytest.raises(ValueError, match=message):
-        route(torch.zeros(2, 4), replace(GateConfig(4, 2), **changes))  # type: ignore[arg-type]
+        route(torch.zeros(2, 4), gate)
 
 
 def test_wrong_logits_are_named() -> None:
