@@ -19,7 +19,6 @@ from expertmesh.settings import (
 )
 from gateway.sequence import SamplingParams
 from gateway.server import Gateway
-from tests.support.engine_bench import wait_for
 from tests.support.oracle import prompts
 from tests.support.tiny_checkpoints import MIXTRAL
 
@@ -59,12 +58,18 @@ async def gateway(models: Models) -> AsyncIterator[Gateway]:
         await made.stop()
 
 
-async def ask(gateway: Gateway, name: str, index: int) -> list[int]:
-    """Tokens of a request; odd ones are sampled."""
+async def ask(
+    gateway: Gateway, name: str, index: int, begun: asyncio.Event | None = None
+) -> list[int]:
+    """Tokens of a request; odd ones are sampled. Sets `begun` with the first token."""
     assert gateway.frontend is not None
     params = SAMPLED if index % 2 else GREEDY
-    stream = gateway.frontend.generate(name, PROMPTS[index], params)
-    return [token_id async for output in stream for token_id in output.token_ids]
+    token_ids: list[int] = []
+    async for output in gateway.frontend.generate(name, PROMPTS[index], params):
+        token_ids += output.token_ids
+        if begun is not None:
+            begun.set()
+    return token_ids
 
 
 async def test_requests_outlive_an_attention_worker(gateway: Gateway) -> None:
@@ -74,12 +79,13 @@ async def test_requests_outlive_an_attention_worker(gateway: Gateway) -> None:
     assert gateway.attention is not None
     alone = [await ask(gateway, f"alone-{index}", index) for index in range(NUM_REQUESTS)]
     killed, spared = gateway.attention.pids
+    begun = [asyncio.Event() for _ in range(NUM_REQUESTS)]
     asking = [
-        asyncio.create_task(ask(gateway, f"together-{index}", index))
+        asyncio.create_task(ask(gateway, f"together-{index}", index, begun[index]))
         for index in range(NUM_REQUESTS)
     ]
-    frontend = gateway.frontend
-    await asyncio.to_thread(wait_for, lambda: frontend.stats().num_running == NUM_REQUESTS)
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), START_S)
+    assert not all(task.done() for task in asking), "the test came too late: choose more tokens"
     os.kill(killed, signal.SIGKILL)
     assert await asyncio.wait_for(asyncio.gather(*asking), START_S) == alone
     assert spared in gateway.attention.pids

@@ -63,6 +63,11 @@ class Watched:
             pause.wait(0.01)
         return status
 
+    def map_of(self, status: MeshStatus) -> ExpertMap:
+        """The map that a status speaks of; listeners get it a moment after the status is there."""
+        self.until(lambda _: bool(self.maps) and self.maps[-1].epoch >= status.epoch)
+        return self.maps[-1]
+
     def until_state(self, state: ExpertWorkerState, within_s: float = WAIT_S) -> str:
         """Waits until the only expert worker is in this state; returns the message."""
         status = self.until(lambda status: status.workers[0].state is state, within_s)
@@ -102,7 +107,7 @@ def test_expert_workers_are_folded_into_a_map() -> None:
         watching(first.address, second.address) as watched,
     ):
         status = watched.until(is_ready)
-        newest = watched.maps[-1]
+        newest = watched.map_of(status)
     assert [worker.worker_id for worker in newest.workers] == ["w0", "w1"]
     assert newest.workers[1].incarnation == 9
     assert newest.workers[1].resident == {1: (2, 3), 2: (2, 3)}
@@ -131,7 +136,7 @@ def test_heartbeats_make_no_new_map() -> None:
         WatchServer(snapshot("w0", FINGERPRINT, LOW)) as server,
         watching(server.address, heartbeat_s=0.02) as watched,
     ):
-        watched.until(lambda status: status.epoch == 1)
+        watched.map_of(watched.until(lambda status: status.epoch == 1))
         threading.Event().wait(0.3)
         assert [m.epoch for m in watched.maps] == [1]
 
