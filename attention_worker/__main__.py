@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 
+from expertmesh.cores import settle
 from expertmesh.errors import StartupError
 from expertmesh.logs import configure_logging
 from expertmesh.processes import announce_failure, announce_ready
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> int:
 
 def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     configure_logging(settings.log, "attention worker")
+    share = settle(settings.threads, settings.cores)
     from attention_worker.worker import build_worker  # torch: settings are checked before it
 
     worker = build_worker(settings)
@@ -44,12 +46,13 @@ def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     worker.server.start()
     description = worker.description
     logger.info(
-        "serving %s (%s) with %d KV blocks of %d tokens on %s",
+        "serving %s (%s) with %d KV blocks of %d tokens on %s, %s",
         description.model.name,
         "experts inside" if description.colocated else "experts on expert workers",
         description.num_kv_blocks,
         description.kv_block_size,
         settings.socket_path,
+        share,
     )
     announce_ready({"socket_path": settings.socket_path})
     stopping.wait(exit_guard_s=STOP_GRACE_S + _ENDING_S)  # ends with a signal or with the parent

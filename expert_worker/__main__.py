@@ -8,6 +8,7 @@ import logging
 import sys
 import typing
 
+from expertmesh.cores import settle
 from expertmesh.errors import SettingsError, StartupError
 from expertmesh.logs import configure_logging
 from expertmesh.processes import announce_failure, announce_ready
@@ -57,10 +58,14 @@ def parse_settings(argv: list[str]) -> tuple[ExpertWorkerSettings, int | None]:
 def _reader(kind: type, name: str) -> typing.Callable[[str], object]:
     """How the text of a flag becomes a value; choices are checked by the settings."""
     expected = typing.get_type_hints(kind)[name]
-    return typing.cast("type", expected) if expected in (int, float) else str
+    for number in (int, float):
+        if expected is number or number in typing.get_args(expected):
+            return number
+    return str
 
 
 def _serve(settings: ExpertWorkerSettings, metrics_port: int | None, stopping: StopRequest) -> None:
+    logger.info("kernels use %s", settle(settings.threads, settings.cores))
     from expert_worker.worker import ExpertWorker  # torch: settings are checked before it
 
     worker = ExpertWorker(settings, metrics_port)

@@ -2,24 +2,20 @@
 
 The command line reads its defaults and help from here, and a process hands settings to its
 children as JSON (`to_json`, `from_json`). A value out of range raises `SettingsError`, which names
-the setting, the value and what was expected. Only the standard library and `expertmesh.errors` are
-imported, so that `--help` stays quick.
+the setting, the value and what was expected. Nothing slow is imported: `--help` stays quick.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 import os
 import re
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
+from expertmesh.cores import MAX_THREADS, parse_cores
 from expertmesh.errors import SettingsError
+from expertmesh.settings_base import Settings, check_float, check_host, check_int, check_port
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -37,35 +33,6 @@ def data_home() -> Path:
         return Path(home).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache").absolute() / "expertmesh"
-
-
-class Settings:
-    """Base of the settings classes: JSON in both directions, strict."""
-
-    def to_json(self) -> str:
-        """One line of JSON with every field."""
-        return json.dumps(dataclasses.asdict(typing.cast("typing.Any", self)))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Inverse of `to_json`. Raises SettingsError for unknown keys and wrong types."""
-        try:
-            raw = json.loads(text)
-        except ValueError as error:
-            raise SettingsError(f"settings are not JSON: {error}") from error
-        return cls.from_dict(raw)
-
-    @classmethod
-    def from_dict(cls, raw: object, where: str = "") -> Self:
-        """Settings of parsed JSON or YAML; absent keys take their default.
-
-        Args:
-            raw: A mapping with the names of the fields as keys.
-            where: Dotted path of `raw`, for error messages.
-        """
-        value = _convert(raw, cls, where)
-        assert isinstance(value, cls)
-        return value
 
 
 @dataclass(frozen=True)
@@ -96,9 +63,9 @@ class HttpSettings(Settings):
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        _check_host(self.host)
-        _check_port("port", self.port)
-        _check_port("grpc_port", self.grpc_port)
+        check_host(self.host)
+        check_port("port", self.port)
+        check_port("grpc_port", self.grpc_port)
         for origin in self.origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise SettingsError(
@@ -125,7 +92,7 @@ class ModelOptions(Settings):
     def __post_init__(self) -> None:
         """Checks the ranges."""
         if self.max_model_len is not None:
-            _check_int("max_model_len", self.max_model_len, 1, 2**24)
+            check_int("max_model_len", self.max_model_len, 1, 2**24)
 
 
 @dataclass(frozen=True)
@@ -187,24 +154,24 @@ class EngineSettings(Settings):
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        _check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
-        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
-        _check_int("kv_block_size", self.kv_block_size, 1, 1024)
+        check_int("max_num_seqs", self.max_num_seqs, 1, 65_536)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        check_int("kv_block_size", self.kv_block_size, 1, 1024)
         if self.kv_cache_tokens is not None:
-            _check_int("kv_cache_tokens", self.kv_cache_tokens, self.kv_block_size, 2**32)
-        _check_float("kv_memory_fraction", self.kv_memory_fraction, 0.001, 0.95)
+            check_int("kv_cache_tokens", self.kv_cache_tokens, self.kv_block_size, 2**32)
+        check_float("kv_memory_fraction", self.kv_memory_fraction, 0.001, 0.95)
         if self.long_prefill_tokens is not None:
-            _check_int("long_prefill_tokens", self.long_prefill_tokens, 1, 2**20)
-        _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, 64)
-        _check_int("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
-        _check_int("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
-        _check_float("request_timeout_s", self.request_timeout_s, 0.01, 864_000.0)
-        _check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0, 2**20)
-        _check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**32)
+            check_int("long_prefill_tokens", self.long_prefill_tokens, 1, 2**20)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 0, 64)
+        check_int("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
+        check_int("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
+        check_float("request_timeout_s", self.request_timeout_s, 0.01, 864_000.0)
+        check_int("max_num_queued_reqs", self.max_num_queued_reqs, 0, 2**20)
+        check_int("max_num_queued_tokens", self.max_num_queued_tokens, 1, 2**32)
         for name in ("priority_step_s", "experts_hold_s", "drain_grace_s"):
-            _check_float(name, getattr(self, name), 0.0, 86_400.0)
+            check_float(name, getattr(self, name), 0.0, 86_400.0)
         for name in ("expert_call_timeout_s", "step_timeout_s", "startup_timeout_s"):
-            _check_float(name, getattr(self, name), 0.01, 86_400.0)
+            check_float(name, getattr(self, name), 0.01, 86_400.0)
 
 
 @dataclass(frozen=True)
@@ -219,11 +186,17 @@ class MeshSettings(Settings):
     attention_workers: int = 1
     """Attention workers of the gateway, each with its own KV cache; requests go where their prefix
     is cached or least is to be done."""
+    threads: int | None = None
+    """Most threads of a worker's kernels; by default one for each core of its share."""
+    pin_cores: bool = True
+    """Workers of one kind stay on cores of their own, so that they never wait for each other's
+    threads; not done where a cgroup limits the time of the cores."""
 
     def __post_init__(self) -> None:
         """Checks the ranges and the addresses."""
-        _check_int("expert_workers", self.expert_workers, 1, 256)
-        _check_int("attention_workers", self.attention_workers, 1, 64)
+        check_int("expert_workers", self.expert_workers, 1, 256)
+        check_int("attention_workers", self.attention_workers, 1, 64)
+        _check_threads(self.threads)
         _ = self.addresses
 
     @property
@@ -278,14 +251,20 @@ class ExpertWorkerOptions(Settings):
     """Token rows that one attention worker may have in flight here; bounds the memory."""
     drain_grace_s: float = 1.0
     """Seconds for calls in flight when the process is told to stop."""
+    threads: int | None = None
+    """Threads of the kernels; by default one for each core that the process may use."""
+    cores: str = ""
+    """Cores that the process stays on, such as 0-3,8; by default the system decides."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        _check_host(self.host)
-        _check_port("port", self.port)
-        _check_int("max_streams", self.max_streams, 1, 4096)
-        _check_int("row_credits", self.row_credits, 1, 2**24)
-        _check_float("drain_grace_s", self.drain_grace_s, 0.0, 3600.0)
+        check_host(self.host)
+        check_port("port", self.port)
+        check_int("max_streams", self.max_streams, 1, 4096)
+        check_int("row_credits", self.row_credits, 1, 2**24)
+        check_float("drain_grace_s", self.drain_grace_s, 0.0, 3600.0)
+        _check_threads(self.threads)
+        parse_cores(self.cores)
 
 
 @dataclass(frozen=True)
@@ -313,9 +292,18 @@ class AttentionWorkerSettings(Settings):
     """Most tokens of prompt and output together; by default what the model was trained for."""
     colocated: bool = False
     """Experts are loaded into this process; no expert worker is called."""
+    threads: int | None = None
+    """Threads of the kernels; by default one for each core that the process may use."""
+    cores: str = ""
+    """Cores that the process stays on, such as 0-3,8; empty: the system decides."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     """Limits, shared with the scheduler."""
     log: LogSettings = field(default_factory=LogSettings)
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is not None:
+        check_int("threads", threads, 1, MAX_THREADS)
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:
@@ -329,71 +317,3 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     if colon and host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535:
         return host.removeprefix("[").removesuffix("]"), int(port)
     raise SettingsError(f"{name} has {address!r}, expected host:port with a port of 1 to 65535")
-
-
-def _check_host(value: str) -> None:
-    """An empty variable of the environment must not open a server to every network."""
-    if not value.strip() or value.startswith("["):
-        raise SettingsError(
-            f"host is {value!r}, expected a name or an address without brackets",
-            fix="use 127.0.0.1 for this machine only, 0.0.0.0 or :: for every network",
-        )
-
-
-def _check_port(name: str, value: int) -> None:
-    _check_int(name, value, 0, 65_535)
-
-
-def _check_int(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise SettingsError(f"{name} is {value}, expected a whole number from {low} to {high}")
-
-
-def _check_float(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise SettingsError(f"{name} is {value}, expected a number from {low:g} to {high:g}")
-
-
-def _convert(raw: object, kind: object, where: str) -> object:
-    """`raw` as `kind`: a settings class, a scalar, a Literal, or one of these or None."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _convert_dataclass(raw, kind, where)
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        if raw in typing.get_args(kind):
-            return raw
-        choices = ", ".join(str(choice) for choice in typing.get_args(kind))
-        raise SettingsError(f"{where} is {raw!r}, expected one of {choices}")
-    if origin in (types.UnionType, typing.Union):
-        options = [option for option in typing.get_args(kind) if option is not types.NoneType]
-        return None if raw is None else _convert(raw, options[0], where)
-    return _convert_scalar(raw, kind, where)
-
-
-def _convert_dataclass(raw: object, kind: type, where: str) -> object:
-    if not isinstance(raw, dict):
-        raise SettingsError(f"{where or 'settings'} is {raw!r}, expected keys and values")
-    kinds = typing.get_type_hints(kind)
-    known = [entry.name for entry in dataclasses.fields(kind)]
-    for key in raw:
-        if key not in known:
-            raise SettingsError(
-                f"unknown setting {_join(where, str(key))}", fix=f"known are {', '.join(known)}"
-            )
-    return kind(**{key: _convert(raw[key], kinds[key], _join(where, key)) for key in raw})
-
-
-def _convert_scalar(raw: object, kind: object, where: str) -> object:
-    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
-        return float(raw)
-    if isinstance(kind, type) and type(raw) is kind:
-        return raw
-    name = getattr(kind, "__name__", str(kind))
-    raise SettingsError(f"{where} is {raw!r}, expected {_KIND_NAMES.get(name, name)}")
-
-
-_KIND_NAMES = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
-
-
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key

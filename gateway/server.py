@@ -25,6 +25,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.cores import share_cores, usable_cores
 from expertmesh.errors import StartupError
 from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.progress import NoProgress
@@ -250,9 +251,13 @@ class Gateway:
             engine=self._settings.engine,
             log=self._settings.log,
         )
+        mesh = self._settings.mesh
+        shares = share_cores(
+            usable_cores(), mesh.attention_workers, max_threads=mesh.threads, pin=mesh.pin_cores
+        )
         return AttentionGroup(
             settings,
-            self._settings.mesh.attention_workers,
+            shares,
             checkpoint.fingerprint,
             incarnation(),
             on_observations=self._dispatch.add,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from expertmesh.cores import CoreShare
 from expertmesh.placement import ExpertMap
 from expertmesh.settings import AttentionWorkerSettings
 from gateway.attention.client import AttentionClient
@@ -17,7 +18,7 @@ class AttentionGroup:
 
     Args:
         settings: For each of them; they share the memory that is meant for KV caches.
-        size: How many.
+        shares: Threads and cores of each; there are as many as shares.
         fingerprint: Of the model that the gateway serves.
         gateway: Incarnation of the gateway.
         on_observations: Takes what they saw of expert workers, in threads of their own.
@@ -26,22 +27,24 @@ class AttentionGroup:
     def __init__(
         self,
         settings: AttentionWorkerSettings,
-        size: int,
+        shares: Sequence[CoreShare],
         fingerprint: bytes,
         gateway: int,
         on_observations: Observer,
     ) -> None:
-        share = settings.engine.kv_memory_fraction / size
+        share = settings.engine.kv_memory_fraction / len(shares)
         engine = dataclasses.replace(settings.engine, kv_memory_fraction=share)
         self._clients = tuple(
             AttentionClient(
-                dataclasses.replace(settings, engine=engine),
+                dataclasses.replace(
+                    settings, engine=engine, threads=share.num_threads, cores=share.cores
+                ),
                 fingerprint,
                 gateway,
                 on_observations=on_observations,
                 name=f"attention-worker-{index}",
             )
-            for index in range(size)
+            for index, share in enumerate(shares)
         )
 
     def __iter__(self) -> Iterator[AttentionClient]:

@@ -120,6 +120,8 @@ def gateway(
     http: HttpFlags = _DEFAULTS.http,
     experts: Annotated[str, Parameter(group=_EXPERTS)] = MeshSettings.experts,
     attention_workers: Annotated[int, Parameter(group=_EXPERTS)] = MeshSettings.attention_workers,
+    threads: Annotated[int | None, Parameter(group=_EXPERTS)] = MeshSettings.threads,
+    pin_cores: Annotated[bool, Parameter(group=_EXPERTS)] = MeshSettings.pin_cores,
     engine: EngineFlags = _DEFAULTS.engine,
     log: LogFlags = _DEFAULTS.log,
     api_key: ApiKeyFlags = None,
@@ -137,6 +139,10 @@ def gateway(
     attention_workers
         Attention workers, each with its own KV cache; requests go where their prefix is cached or
         least is to be done.
+    threads
+        Most threads of an attention worker's kernels; by default one for each core of its share.
+    pin_cores
+        Several attention workers stay on cores of their own.
     api_key
         Key that callers must show; may be repeated. Others on this machine can read flags: better
         name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
@@ -151,7 +157,9 @@ def gateway(
 
     keys = ApiKeys.of(collect_keys(api_key or (), api_key_file))
     os.environ.update(keys.to_environment())
-    mesh = MeshSettings(experts=experts, attention_workers=attention_workers)
+    mesh = MeshSettings(
+        experts=experts, attention_workers=attention_workers, threads=threads, pin_cores=pin_cores
+    )
     settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
     check_ports(settings.http)
     settings, _ = find_model(settings)

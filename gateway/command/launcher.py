@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from expertmesh.cores import CoreShare, share_cores, usable_cores
 from expertmesh.errors import PortError, SettingsError
 from expertmesh.logs import configure_logging
 from expertmesh.processes import (
@@ -113,7 +114,7 @@ class LocalMesh:
         stack: contextlib.ExitStack,
         keys: Sequence[str] = (),
     ) -> LocalMesh:
-        """Decides on expert workers and their ports; starts nothing.
+        """Decides on expert workers, their ports and cores; starts nothing.
 
         Args:
             settings: With a model folder.
@@ -128,7 +129,7 @@ class LocalMesh:
         experts = settings.mesh.experts if num_pairs else "local"
         mesh = dataclasses.replace(settings.mesh, experts=addresses or experts)
         settings = dataclasses.replace(settings, mesh=mesh)
-        workers = [_expert_worker(settings, index, ports) for index in range(count)]
+        workers = _expert_workers(settings, ports)
         members = (_gateway(settings, ApiKeys.of(keys)), *workers)
         return cls(settings, members, num_pairs, keys[0] if keys else None)
 
@@ -272,7 +273,15 @@ def _gateway(settings: GatewaySettings, keys: ApiKeys) -> Member:
     return Member("gateway", start, restarts=False)
 
 
-def _expert_worker(settings: GatewaySettings, index: int, ports: Sequence[int]) -> Member:
+def _expert_workers(settings: GatewaySettings, ports: Sequence[int]) -> list[Member]:
+    mesh = settings.mesh
+    shares = share_cores(usable_cores(), len(ports), max_threads=mesh.threads, pin=mesh.pin_cores)
+    return [_expert_worker(settings, index, ports, share) for index, share in enumerate(shares)]
+
+
+def _expert_worker(
+    settings: GatewaySettings, index: int, ports: Sequence[int], share: CoreShare
+) -> Member:
     options = ExpertWorkerOptions(
         host=WORKER_HOST,
         port=ports[index],
@@ -280,6 +289,8 @@ def _expert_worker(settings: GatewaySettings, index: int, ports: Sequence[int]) 
         dtype=settings.model.dtype,
         worker_id=f"expert-worker-{index}",
         row_credits=max(ExpertWorkerOptions.row_credits, settings.engine.max_num_batched_tokens),
+        threads=share.num_threads,
+        cores=share.cores,
     )
     flags = [settings.model.model, *_changed_flags(options), *_changed_flags(settings.log)]
     name = f"expert worker {index}"

@@ -18,10 +18,10 @@ from expertmesh.settings import (
     HttpSettings,
     MeshSettings,
     ModelSettings,
-    Settings,
     data_home,
     split_address,
 )
+from expertmesh.settings_base import Settings
 
 
 @pytest.mark.parametrize("kind", [GatewaySettings, ExpertWorkerSettings, AttentionWorkerSettings])
@@ -100,7 +100,10 @@ def test_text_that_is_not_json() -> None:
         (MeshSettings, {"attention_workers": 0}, "attention_workers is 0, expected"),
         (MeshSettings, {"experts": "a:1,a:1"}, "names an address twice"),
         (MeshSettings, {"experts": "a:0"}, "experts has 'a:0', expected host:port"),
+        (MeshSettings, {"threads": 0}, "threads is 0, expected a whole number from 1 to 1024"),
         (ExpertWorkerSettings, {"row_credits": 0}, "row_credits is 0"),
+        (ExpertWorkerSettings, {"threads": 1025}, "threads is 1025, expected"),
+        (ExpertWorkerSettings, {"cores": "3-1"}, "cores has '3-1', expected such as 0-3,8"),
     ],
 )
 def test_values_out_of_range_are_named(

@@ -18,7 +18,9 @@ from expertmesh.processes import child_environment
 from expertmesh.settings import GatewaySettings
 from gateway.command.cli import run_command
 
-HELP_WITHIN_S = 0.5
+SOME_IMPORTS = "import argparse, asyncio, dataclasses, http.client, json"
+MAX_HELP_TIMES = 7
+"""Help takes 3 times as long; torch alone would take 20 times."""
 BOMB = "bcdefghijklmnop"
 """Anchors of lists that hold the one before nine times."""
 
@@ -365,15 +367,17 @@ def _run(code: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
 def test_help_is_quick(arguments: list[str]) -> None:
-    """Help takes less than half a second of one core, start of the interpreter included.
+    """Help takes no more than a few times what it takes to import some of the standard library.
 
-    CPU time is measured, since the time on the clock depends on what else the machine does.
+    CPU time is measured, and compared with that of something alike, since both the clock and the
+    time of a core depend on what else the machine does.
     """
     code = f"from gateway.command.cli import run_command; run_command({arguments!r})"
-    runs = [_run(code) for _ in range(3)]
+    runs = [(_run(code), _run(SOME_IMPORTS)) for _ in range(3)]
 
-    assert all("Usage: expertmesh" in text for _, text in runs)
-    assert min(seconds for seconds, _ in runs) < HELP_WITHIN_S
+    assert all("Usage: expertmesh" in text for (_, text), _ in runs)
+    help_s, imports_s = (min(run[index][0] for run in runs) for index in (0, 1))
+    assert help_s < MAX_HELP_TIMES * imports_s
 
 
 def test_help_imports_nothing_slow() -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from expertmesh.cores import UsableCores
 from expertmesh.errors import PortError, SettingsError, StartupError
 from expertmesh.model_config import (
     DenseFfnConfig,
@@ -98,6 +99,30 @@ def test_flags_for_an_expert_worker() -> None:
         *("--port", "5"),
         *("--experts", "1/2"),
         *("--worker-id", "expert-worker-1"),
+    ]
+
+
+def test_expert_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told its threads and the cores that it stays on."""
+    cores = UsableCores((0, 1, 2, 5), 4)
+    monkeypatch.setattr("gateway.command.launcher.usable_cores", lambda: cores)
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        "gateway.command.launcher.spawn_module",
+        lambda module, flags, name, **_: started.append(flags),
+    )
+    for options in ({}, {"threads": 1}, {"pin_cores": False}, {"expert_workers": 1}):
+        for member in _plan(8, **options).members[1:]:
+            member.start(lambda child: None)
+    names = ("--threads", "--cores")
+    told = [
+        {name: flags[flags.index(name) + 1] for name in names if name in flags} for flags in started
+    ]
+    assert told == [
+        *({"--threads": "2", "--cores": "0-1"}, {"--threads": "2", "--cores": "2,5"}),
+        *({"--threads": "1", "--cores": "0-1"}, {"--threads": "1", "--cores": "2,5"}),
+        *({"--threads": "2"}, {"--threads": "2"}),
+        {"--threads": "4"},
     ]
 
 
