@@ -239,7 +239,7 @@ class _Builder:
 
     def _gated(self, gate_up: str, down: str, *, bias: bool) -> ExpertWeights:
         return ExpertWeights(
-            gate_up=self._parameters.linear(gate_up, bias=bias),
+            gate_up=self._parameters.linear(gate_up, bias=bias, paired=True),
             down=self._parameters.linear(down, bias=bias),
         )
 

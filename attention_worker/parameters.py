@@ -39,15 +39,20 @@ class Parameters:
         return to_torch(host.data, host.dtype, dtype or self.dtype).to(self._device)
 
     def linear(
-        self, name: str, *, bias: bool = False, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        paired: bool = False,
     ) -> PackedLinear:
-        """A packed weight; its bias is named after it.
+        """A packed weight, see `pack_linear`; its bias is named after it.
 
         Raises:
             CheckpointError: One of them is missing or cannot be read.
         """
         bias_N = self.take(f"{name}_bias", dtype) if bias else None
-        return pack_linear(self.take(name, dtype), bias_N)
+        return pack_linear(self.take(name, dtype), bias_N, paired=paired)
 
     def check_all_taken(self) -> None:
         """Raises CheckpointError if a tensor has had no use."""

@@ -36,6 +36,7 @@ from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
 from expertmesh.wire import DTYPE_CODES, incarnation
+from expertmesh_kernels.cpu.team import start_team, threads_asked_for
 from expertmesh_kernels.host import TORCH_DTYPES, find_device
 from expertmesh_kernels.self_test import numerics_fingerprint
 
@@ -66,7 +67,8 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
         StartupError: The settings cannot work, the checkpoint cannot be served, or the kernels do
             not compute what they must on this machine.
     """
-    torch.set_num_threads(1)  # the kernels are single-threaded; a second pool would take cores
+    torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
+    start_team(threads_asked_for())
     checkpoint = Checkpoint.open(Path(settings.model))
     config = checkpoint.config
     dtype_name = _dtype_name(settings, config)

@@ -15,7 +15,7 @@ import torch
 
 from expertmesh.model_config import SILU, GateConfig, KvLayout, RopeConfig
 from expertmesh_kernels.combine import combine
-from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
+from expertmesh_kernels.grouped_mlp import gated_mlp, pack_expert
 from expertmesh_kernels.linear import linear, pack_linear
 from expertmesh_kernels.logits import Histories, keep_only, penalize
 from expertmesh_kernels.norm import rms_norm
@@ -112,10 +112,7 @@ def bench_small() -> None:
     x = torch.randn(1, 576).bfloat16()
     weight = torch.ones(576)
     tiny = pack_linear(torch.randn(64, 576).bfloat16())
-    expert = ExpertWeights(
-        pack_linear(torch.randn(3072, 576).bfloat16()),
-        pack_linear(torch.randn(576, 1536).bfloat16()),
-    )
+    expert = pack_expert(torch.randn(3072, 576).bfloat16(), torch.randn(576, 1536).bfloat16())
     table = rope_table(RopeConfig(theta=1e4, dim=64), 64)
     q = torch.randn(1, 9, 64).bfloat16()
     position = np.zeros(1, np.int32)

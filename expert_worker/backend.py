@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from expert_worker.store import ExpertStore
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.wire import RawArray
-from expertmesh_kernels.grouped_mlp import ExpertWeights, grouped_mlp
+from expertmesh_kernels.grouped_mlp import ExpertTable, grouped_mlp
 
 _LONGEST_WAIT_S = 120.0  # of a call without a deadline, for the device
 
@@ -84,12 +83,11 @@ class ExpertBackend:
 
 
 def _check_resident(
-    layer: int, expert_of_pair_N: npt.NDArray[np.int64], experts: Mapping[int, ExpertWeights]
+    layer: int, expert_of_pair_N: npt.NDArray[np.int64], experts: ExpertTable
 ) -> None:
-    wanted = np.flatnonzero(np.bincount(expert_of_pair_N)).tolist()
-    missing = [(layer, expert) for expert in wanted if expert not in experts]
-    if missing:
-        raise ExpertUnavailableError(missing, detail="not resident here")
+    if missing := experts.missing(expert_of_pair_N):
+        pairs = [(layer, expert) for expert in missing]
+        raise ExpertUnavailableError(pairs, detail="not resident here")
 
 
 def raw_array(tensor: Tensor) -> RawArray:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,9 +22,8 @@ from expertmesh.errors import ExpertMeshError
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.model_tools.model_size import model_size
 from expertmesh.model_tools.worker_memory import expert_nbytes
-from expertmesh_kernels.grouped_mlp import ExpertWeights
+from expertmesh_kernels.grouped_mlp import ExpertTable, ExpertWeights, pack_expert
 from expertmesh_kernels.host import TORCH_DTYPES, find_device, to_torch
-from expertmesh_kernels.linear import pack_linear
 
 
 class ExpertStoreError(ExpertMeshError):
@@ -36,7 +35,7 @@ class _Snapshot:
     """Experts of one layer at one time. Only `num_leases` changes, under the store's lock."""
 
     layer: int
-    weights: Mapping[int, ExpertWeights] = field(default_factory=dict)
+    weights: ExpertTable = field(default_factory=lambda: ExpertTable({}))
     retiring: frozenset[int] = frozenset()
     num_leases: int = 0
 
@@ -110,7 +109,7 @@ class ExpertStore:
         return found
 
     @contextmanager
-    def lease(self, layer: int) -> Iterator[Mapping[int, ExpertWeights]]:
+    def lease(self, layer: int) -> Iterator[ExpertTable]:
         """The layer's experts, retiring ones included, which stay in memory until the end."""
         with self._lock:
             snapshot = self._layers[layer]
@@ -163,7 +162,7 @@ class ExpertStore:
             if expert in snapshot.weights and expert not in snapshot.retiring:
                 raise ExpertStoreError(f"layer {layer} expert {expert} was loaded again")
             left = {key: value for key, value in snapshot.weights.items() if key != expert}
-            self._replace(layer, left, snapshot.retiring - {expert})
+            self._replace(layer, ExpertTable(left), snapshot.retiring - {expert})
         self.on_change()
         self._wait_unused(layer, expert, time.monotonic() + timeout_s)
 
@@ -203,16 +202,16 @@ class ExpertStore:
         with self._lock:
             self._num_reserved -= 1
             snapshot = self._layers[layer]
-            experts = {**snapshot.weights, expert: weights}
+            experts = ExpertTable({**snapshot.weights, expert: weights})
             self._replace(layer, experts, snapshot.retiring - {expert})
 
     def _read(self, layer: int, expert: int) -> ExpertWeights:
         tensors = self.checkpoint.read_expert(layer, expert)
-        return ExpertWeights(
-            gate_up=pack_linear(
-                self._tensor(tensors.gate_up), self._optional(tensors.gate_up_bias)
-            ),
-            down=pack_linear(self._tensor(tensors.down), self._optional(tensors.down_bias)),
+        return pack_expert(
+            self._tensor(tensors.gate_up),
+            self._tensor(tensors.down),
+            self._optional(tensors.gate_up_bias),
+            self._optional(tensors.down_bias),
         )
 
     def _tensor(self, tensor: HostTensor) -> Tensor:
@@ -222,9 +221,7 @@ class ExpertStore:
     def _optional(self, tensor: HostTensor | None) -> Tensor | None:
         return None if tensor is None else self._tensor(tensor)
 
-    def _replace(
-        self, layer: int, weights: Mapping[int, ExpertWeights], retiring: frozenset[int]
-    ) -> None:
+    def _replace(self, layer: int, weights: ExpertTable, retiring: frozenset[int]) -> None:
         """Swaps the snapshot of a layer. The lock is held."""
         old = self._layers[layer]
         self._leased_before = [kept for kept in self._leased_before if kept.num_leases]

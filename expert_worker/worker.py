@@ -24,6 +24,7 @@ from expertmesh.model_tools.resolve import resolve_model
 from expertmesh.settings import ExpertWorkerSettings, data_home
 from expertmesh.stop_request import StopRequest
 from expertmesh.wire import incarnation
+from expertmesh_kernels.cpu.team import start_team, threads_asked_for
 from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.self_test import experts_fingerprint
 
@@ -45,7 +46,8 @@ class ExpertWorker:
     """
 
     def __init__(self, settings: ExpertWorkerSettings, metrics_port: int | None = None) -> None:
-        torch.set_num_threads(1)  # the kernels are single-threaded; a second pool would take cores
+        torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
+        start_team(threads_asked_for())
         self._settings = settings
         checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
         config = checkpoint.config

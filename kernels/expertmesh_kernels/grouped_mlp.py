@@ -1,13 +1,14 @@
 """Gated FFNs: one for all rows, or an expert for each (row, expert) pair.
 
 R rows, H hidden size, I intermediate size, N pairs. A pair's result depends on its row and its
-expert alone: each is computed by the chains of `linear`, whatever else is in the call.
+expert alone: each is computed as `linear` does it, whatever else is in the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,14 +17,21 @@ from torch import Tensor
 
 from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import cpu_arguments, gated_activation_reference
-from expertmesh_kernels.cpu.mlp import gated_mlp as cpu_gated_mlp
+from expertmesh_kernels.cpu.mlp import (
+    DOWN,
+    DOWN_BIAS,
+    GATE_UP,
+    GATE_UP_BIAS,
+    NUM_PARTS,
+)
+from expertmesh_kernels.cpu.mlp import grouped_mlp as cpu_grouped_mlp
 from expertmesh_kernels.host import as_array, as_input
-from expertmesh_kernels.linear import PackedLinear, linear_reference
+from expertmesh_kernels.linear import Format, PackedLinear, linear_reference, pack_linear
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Weights of one gated FFN."""
+    """Weights of one gated FFN. Made by `pack_expert`."""
 
     gate_up: PackedLinear
     """H -> 2I, gate first."""
@@ -35,6 +43,78 @@ class ExpertWeights:
         """Memory held, in bytes."""
         return self.gate_up.nbytes + self.down.nbytes
 
+    @cached_property
+    def alone(self) -> ExpertTable:
+        """A table of this FFN as expert 0."""
+        return ExpertTable({0: self})
+
+
+def pack_expert(
+    gate_up_2IH: Tensor,
+    down_HI: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    format: Format | None = None,
+) -> ExpertWeights:
+    """Reorder the weights of an expert; see `pack_linear`."""
+    return ExpertWeights(
+        gate_up=pack_linear(gate_up_2IH, gate_up_bias, paired=True, format=format),
+        down=pack_linear(down_HI, down_bias, format=format),
+    )
+
+
+class ExpertTable(Mapping[int, ExpertWeights]):
+    """Experts of one layer by id, and where a kernel finds their weights. Immutable.
+
+    Args:
+        experts: All of the same shapes and format; ids from 0.
+    """
+
+    def __init__(self, experts: Mapping[int, ExpertWeights]) -> None:
+        self._experts = dict(experts)
+        size = max(self._experts, default=-1) + 1
+        self.is_there_E: NDArray[np.bool_] = np.zeros(size, np.bool_)
+        """Which ids the table has, [largest id + 1]."""
+        self.is_there_E[list(self._experts)] = True
+
+    def __getitem__(self, expert: int) -> ExpertWeights:
+        return self._experts[expert]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._experts)
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    def missing(self, experts_N: NDArray[np.int64]) -> list[int]:
+        """Those of some ids, >= 0, that the table does not have; ascending."""
+        size = len(self.is_there_E)
+        if not len(experts_N) or (experts_N.max() < size and self.is_there_E[experts_N].all()):
+            return []
+        return [expert for expert in np.unique(experts_N).tolist() if expert not in self]
+
+    @cached_property
+    def any_expert(self) -> ExpertWeights:
+        """One of them, for what all have in common."""
+        return next(iter(self._experts.values()))
+
+    @cached_property
+    def addresses_EA(self) -> NDArray[np.int64]:
+        """Addresses on the host of what CPU kernels read, [largest id + 1, parts]."""
+        table_EA = np.zeros((len(self.is_there_E), NUM_PARTS), np.int64)
+        for expert, weights in self._experts.items():
+            for part, layer in ((GATE_UP, weights.gate_up), (DOWN, weights.down)):
+                table_EA[expert, part] = layer.panels.ctypes.data
+            for part, layer in ((GATE_UP_BIAS, weights.gate_up), (DOWN_BIAS, weights.down)):
+                table_EA[expert, part] = layer.bias.ctypes.data if layer.bias.size else 0
+        return table_EA
+
+    @cached_property
+    def like(self) -> NDArray[np.generic]:
+        """An empty array of the type of the packed weights."""
+        return self.any_expert.down.panels[:0]
+
 
 def gated_mlp(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """down(act(gate(x), up(x))), [R, H], in the dtype of x.
@@ -43,17 +123,16 @@ def gated_mlp(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> T
     """
     if x_RH.device.type != "cpu":
         return gated_mlp_reference(x_RH, weights, activation)
-    out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)
-    rows_R = np.arange(x_RH.shape[0], dtype=np.int64)
-    _run_cpu(as_array(x_RH), rows_R, weights, activation, as_array(out_RH), rows_R)
-    return out_RH
+    num_rows = x_RH.shape[0]
+    rows_R = np.arange(num_rows, dtype=np.int64)
+    return grouped_mlp(x_RH, rows_R, np.zeros(num_rows, np.int64), weights.alone, activation)
 
 
 def grouped_mlp(
     x_RH: Tensor,
     row_of_pair_N: NDArray[np.int64],
     expert_of_pair_N: NDArray[np.int64],
-    experts: Mapping[int, ExpertWeights],
+    experts: ExpertTable,
     activation: Activation,
 ) -> Tensor:
     """Each pair's expert applied to its row, [N, H], in pair order and the dtype of x.
@@ -61,41 +140,36 @@ def grouped_mlp(
     Args:
         x_RH: Rows; a row may occur in several pairs or in none.
         row_of_pair_N: Row of each pair.
-        expert_of_pair_N: Expert of each pair, in any order; each a key of `experts`.
-        experts: Weights by expert id.
+        expert_of_pair_N: Expert of each pair, in any order.
+        experts: Weights.
         activation: See `gated_activation`.
+
+    Raises:
+        KeyError: A pair's expert is not in the table.
     """
     if x_RH.device.type != "cpu":
         return grouped_mlp_reference(x_RH, row_of_pair_N, expert_of_pair_N, experts, activation)
     out_NH = x_RH.new_empty(len(row_of_pair_N), x_RH.shape[1])
-    x, out = as_array(x_RH), as_array(out_NH)
-    row_of_pair_N = as_input(row_of_pair_N, np.int64)
-    for expert, pairs in _pairs_by_expert(expert_of_pair_N):
-        _run_cpu(x, row_of_pair_N[pairs], experts[expert], activation, out, pairs)
+    if not len(row_of_pair_N):
+        return out_NH
+    if missing := experts.missing(expert_of_pair_N):
+        raise KeyError(f"experts {missing} are not in the table")
+    weights = experts.any_expert
+    _check(x_RH, weights)
+    cpu_grouped_mlp(
+        as_array(x_RH), as_input(row_of_pair_N, np.int64), as_input(expert_of_pair_N, np.int64),
+        experts.addresses_EA, experts.like, weights.down.in_features, *cpu_arguments(activation),
+        as_array(out_NH),
+    )  # fmt: skip
     return out_NH
 
 
-def _pairs_by_expert(expert_of_pair_N: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
-    """The pairs of each expert that occurs, in ascending order."""
-    experts = np.unique(expert_of_pair_N).tolist()
-    return [(expert, np.flatnonzero(expert_of_pair_N == expert)) for expert in experts]
-
-
-def _run_cpu(
-    x: NDArray[np.generic],
-    rows: NDArray[np.int64],
-    weights: ExpertWeights,
-    activation: Activation,
-    out: NDArray[np.generic],
-    out_rows: NDArray[np.int64],
-) -> None:
-    gate_up, down = weights.gate_up, weights.down
-    if x.shape[1] != gate_up.in_features:
-        raise ValueError(f"x has {x.shape[1]} features, expected {gate_up.in_features}")
-    cpu_gated_mlp(
-        x, rows, gate_up.panels, gate_up.bias, down.panels, down.bias, down.in_features,
-        *cpu_arguments(activation), out, out_rows,
-    )  # fmt: skip
+def _check(x_RH: Tensor, weights: ExpertWeights) -> None:
+    gate_up = weights.gate_up
+    if x_RH.shape[1] != gate_up.in_features:
+        raise ValueError(f"x has {x_RH.shape[1]} features, expected {gate_up.in_features}")
+    if gate_up.format == "tiles" and x_RH.dtype != gate_up.weight.dtype:
+        raise ValueError(f"x is {x_RH.dtype}, expected {gate_up.weight.dtype} as the weights")
 
 
 def gated_mlp_reference(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
@@ -114,7 +188,8 @@ def grouped_mlp_reference(
 ) -> Tensor:
     """What `grouped_mlp` computes, in PyTorch."""
     out_NH = x_RH.new_empty(len(row_of_pair_N), x_RH.shape[1])
-    for expert, pairs in _pairs_by_expert(expert_of_pair_N):
+    for expert in np.unique(expert_of_pair_N).tolist():
+        pairs = np.flatnonzero(expert_of_pair_N == expert)
         rows = torch.from_numpy(row_of_pair_N[pairs]).to(x_RH.device)
         result = gated_mlp_reference(x_RH[rows], experts[expert], activation)
         out_NH[torch.from_numpy(pairs).to(x_RH.device)] = result

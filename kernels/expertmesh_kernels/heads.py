@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from expertmesh_kernels.cpu.linear import linear as cpu_linear
+from expertmesh_kernels.cpu.linear import head_linear as cpu_head_linear
 from expertmesh_kernels.host import as_array
-from expertmesh_kernels.linear import NO_BIAS, pack_linear
+from expertmesh_kernels.linear import pack_linear
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def pack_heads(weight_nNK: Tensor) -> PackedHeads:
     """
     if weight_nNK.ndim != 3:
         raise ValueError(f"weight has shape {tuple(weight_nNK.shape)}, expected [heads, out, in]")
-    panels = [pack_linear(weight_NK).weight_PKC for weight_NK in weight_nNK]
+    panels = [pack_linear(weight_NK, format="panels").weight for weight_NK in weight_nNK]
     return PackedHeads(torch.stack(panels), weight_nNK.shape[1])
 
 
@@ -70,7 +70,7 @@ def head_linear(x_TnK: Tensor, packed: PackedHeads) -> Tensor:
     if x_TnK.device.type != "cpu":
         return head_linear_reference(x_TnK, packed)
     out_TnN = x_TnK.new_empty(len(x_TnK), num_heads, packed.out_features)
-    cpu_linear(as_array(x_TnK.float()), packed.panels, NO_BIAS, as_array(out_TnN))
+    cpu_head_linear(as_array(x_TnK.float()), packed.panels, as_array(out_TnN))
     return out_TnN
 
 

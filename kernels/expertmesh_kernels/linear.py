@@ -1,19 +1,24 @@
 """Linear layers with packed weights. R rows, K input features, N output features.
 
-On CPU each output is one FP32 chain acc = fma(x[k], w[k], acc) in ascending k from 0, then the bias
-is added, then the result is rounded once: the same bits for a row alone or in any batch.
+On CPU a row's bits depend on that row and the weights alone, never on the batch. Float32, float16
+and, where there is no AMX, bfloat16: each output is one FP32 chain acc = fma(x[k], w[k], acc) in
+ascending k from 0. Bfloat16 with AMX: the sums of TDPBF16PS, 32 features at a time. Then the bias
+is added, and the result is rounded once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertmesh_kernels.cpu.amx import STEP
+from expertmesh_kernels.cpu.features import has_amx
 from expertmesh_kernels.cpu.linear import linear as cpu_linear
 from expertmesh_kernels.cpu.tile import PANEL
 from expertmesh_kernels.host import as_array
@@ -21,36 +26,54 @@ from expertmesh_kernels.host import as_array
 NO_BIAS = np.empty(0, np.float32)
 """As CPU kernels take it."""
 
+_HALF = PANEL // 2
+
+Format = Literal["panels", "tiles"]
+"""panels: [P, K, C], C = 64 on CPU, one panel elsewhere. tiles: for AMX, see `cpu.amx`."""
+
 
 @dataclass(frozen=True)
 class PackedLinear:
     """Weights in the order in which the device reads them. Made by `pack_linear`."""
 
-    weight_PKC: Tensor
-    """Panels of columns, [P, K, C], zero beyond column N: C = 64 on CPU, one panel elsewhere."""
+    weight: Tensor
+    """Of the format, zero beyond row K and column N."""
+    format: Format
     bias_N: Tensor | None
+    in_features: int
     out_features: int
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return self.weight_PKC.shape[1]
+    paired: bool
+    """Columns j and N / 2 + j are in one panel, 32 of each: for gate and up."""
 
     @property
     def weight_KN(self) -> Tensor:
         """The weights K-major without padding, as a copy."""
-        _, depth, _ = self.weight_PKC.shape
-        return self.weight_PKC.transpose(0, 1).reshape(depth, -1)[:, : self.out_features]
+        panels = _untiled(self.weight) if self.format == "tiles" else self.weight
+        depth = panels.shape[1]
+        columns = panels.transpose(0, 1).reshape(depth, -1)[: self.in_features]
+        if not self.paired:
+            return columns[:, : self.out_features]
+        pairs = columns.view(len(columns), -1, 2, _HALF).transpose(1, 2)
+        halves = pairs.reshape(len(columns), 2, -1)[:, :, : self.out_features // 2]
+        return halves.reshape(len(columns), -1)
 
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        return self.weight_PKC.nbytes + (0 if self.bias_N is None else self.bias_N.nbytes)
+        return self.weight.nbytes + (0 if self.bias_N is None else self.bias_N.nbytes)
+
+    @cached_property
+    def depth(self) -> int:
+        """Features as packed: K, or the next multiple of 32 in tiles."""
+        return padded_depth(self.in_features, self.format)
 
     @cached_property
     def panels(self) -> NDArray[np.generic]:
-        """The weights as CPU kernels take them, flat."""
-        return as_array(self.weight_PKC).reshape(-1)
+        """The weights as CPU kernels take them, flat; tiles as pairs of bfloat16."""
+        flat = self.weight.view(-1)
+        if self.format == "tiles":
+            return flat.view(torch.uint32).numpy()
+        return as_array(flat)
 
     @cached_property
     def bias(self) -> NDArray[np.float32]:
@@ -58,8 +81,20 @@ class PackedLinear:
         return NO_BIAS if self.bias_N is None else self.bias_N.float().numpy()
 
 
-def pack_linear(weight_NK: Tensor, bias_N: Tensor | None = None) -> PackedLinear:
+def pack_linear(
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    paired: bool = False,
+    format: Format | None = None,
+) -> PackedLinear:
     """Reorder a weight as PyTorch stores it; the input may be freed afterwards.
+
+    Args:
+        weight_NK: On the device that computes.
+        bias_N: Bias or none.
+        paired: See `PackedLinear`; on CPU only, elsewhere columns stay in order.
+        format: None for the fastest on this machine.
 
     Raises:
         ValueError: The weight is not a matrix, or the bias does not fit it.
@@ -69,30 +104,78 @@ def pack_linear(weight_NK: Tensor, bias_N: Tensor | None = None) -> PackedLinear
     num_columns, depth = weight_NK.shape
     if bias_N is not None and bias_N.shape != (num_columns,):
         raise ValueError(f"bias has shape {tuple(bias_N.shape)}, expected ({num_columns},)")
-    width = PANEL if weight_NK.device.type == "cpu" else num_columns
-    num_panels = -(-num_columns // width)
-    padded = weight_NK.new_zeros(num_panels * width, depth)
-    padded[:num_columns] = weight_NK
-    panels = padded.view(num_panels, width, depth).transpose(1, 2).contiguous()
-    return PackedLinear(panels, None if bias_N is None else bias_N.clone(), num_columns)
+    is_cpu = weight_NK.device.type == "cpu"
+    paired = paired and is_cpu
+    if format is None:
+        format = "tiles" if is_cpu and weight_NK.dtype == torch.bfloat16 and has_amx() else "panels"
+    panels = _panels(weight_NK, PANEL if is_cpu else num_columns, paired=paired)
+    weight = _tiled(panels) if format == "tiles" else panels.transpose(1, 2).contiguous()
+    bias_N = None if bias_N is None else bias_N.clone()
+    return PackedLinear(weight, format, bias_N, depth, num_columns, paired)
+
+
+def padded_depth(depth: int, format: Format) -> int:
+    """Features as packed."""
+    return -(-depth // STEP) * STEP if format == "tiles" else depth
+
+
+def _panels(weight_NK: Tensor, width: int, *, paired: bool) -> Tensor:
+    """Columns in panels, [P, C, K], the last one padded with zeros."""
+    depth = weight_NK.shape[1]
+    halves = weight_NK.view(2, -1, depth) if paired else weight_NK[None]
+    part = width // len(halves)
+    num_panels = -(-halves.shape[1] // part)
+    padded = weight_NK.new_zeros(len(halves), num_panels * part, depth)
+    padded[:, : halves.shape[1]] = halves
+    panels = padded.view(len(halves), num_panels, part, depth).transpose(0, 1)
+    return panels.reshape(num_panels, width, depth)
+
+
+def _tiled(panels_PCK: Tensor) -> Tensor:
+    """[P, 64, K] to [P, K / 32, 4, 16, 16, 2]: pairs of features by columns, tile by tile."""
+    num_panels, _, depth = panels_PCK.shape
+    padded = panels_PCK.new_zeros(num_panels, PANEL, padded_depth(depth, "tiles"))
+    padded[:, :, :depth] = panels_PCK
+    return padded.view(num_panels, 4, 16, -1, 16, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def _untiled(tiles: Tensor) -> Tensor:
+    """The other way, to [P, K, 64]."""
+    return tiles.permute(0, 1, 3, 5, 2, 4).reshape(len(tiles), -1, PANEL)
 
 
 def linear(x_RK: Tensor, packed: PackedLinear, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """x @ weight + bias, [R, N]; R may be 0.
 
     Args:
-        x_RK: Any floating dtype.
-        packed: Weights on the device of `x_RK`.
+        x_RK: Any floating dtype; that of the weights if they are in tiles.
+        packed: Weights on the device of `x_RK`, not paired.
         out_dtype: Dtype of the result; that of `x_RK` if None.
     """
+    if packed.paired:
+        raise ValueError("columns are paired for a gated FFN, expected them in order")
     if x_RK.device.type != "cpu":
         return linear_reference(x_RK, packed, out_dtype=out_dtype)
-    if x_RK.shape[1] != packed.in_features:
-        raise ValueError(f"x has {x_RK.shape[1]} features, expected {packed.in_features}")
-    out_RN = torch.empty(x_RK.shape[0], packed.out_features, dtype=out_dtype or x_RK.dtype)
-    x, out = as_array(x_RK.float()), as_array(out_RN)
-    cpu_linear(x[:, None], packed.panels, packed.bias, out[:, None])
+    num_rows, depth = x_RK.shape
+    if depth != packed.in_features:
+        raise ValueError(f"x has {depth} features, expected {packed.in_features}")
+    out_RN = torch.empty(num_rows, packed.out_features, dtype=out_dtype or x_RK.dtype)
+    x_RK = _as_multiplied(x_RK, packed)
+    cpu_linear(
+        as_array(x_RK).reshape(-1), packed.depth, num_rows, packed.panels, packed.depth,
+        packed.bias, as_array(out_RN).reshape(-1), packed.out_features,
+    )  # fmt: skip
     return out_RN
+
+
+def _as_multiplied(x_RK: Tensor, packed: PackedLinear) -> Tensor:
+    """Rows as the kernel reads them: FP32, or bfloat16 padded to whole steps."""
+    if packed.format == "panels":
+        return x_RK.float()
+    if x_RK.dtype != packed.weight.dtype:
+        raise ValueError(f"x is {x_RK.dtype}, expected {packed.weight.dtype} as the weights")
+    missing = packed.depth - packed.in_features
+    return torch.nn.functional.pad(x_RK, (0, missing)) if missing else x_RK
 
 
 def linear_reference(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh.model_config import GELU_TANH, SILU, Activation, DtypeName, KvLayout
-from expertmesh_kernels.grouped_mlp import ExpertWeights, grouped_mlp
+from expertmesh_kernels.grouped_mlp import ExpertTable, ExpertWeights, grouped_mlp, pack_expert
 from expertmesh_kernels.host import TORCH_DTYPES, as_array
 from expertmesh_kernels.linear import linear, pack_linear
 from expertmesh_kernels.norm import rms_norm, rms_norm_heads_
@@ -94,7 +94,7 @@ def _all_outputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 def _expert_outputs(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Likewise, of the FFNs of experts."""
-    x_RH, experts = _rows(dtype), {e: _expert(e, dtype) for e in range(2)}
+    x_RH, experts = _rows(dtype), ExpertTable({e: _expert(e, dtype) for e in range(2)})
     for activation in _ACTIVATIONS:
         run = partial(_run_experts, x_RH, experts=experts, activation=activation)
         yield _invariant(f"grouped_mlp with {activation.kind}", run)
@@ -115,9 +115,9 @@ def _invariant(name: str, run: Callable[[NDArray[np.int64]], Tensor]) -> tuple[s
 
 
 def _expert(expert: int, dtype: torch.dtype) -> ExpertWeights:
-    return ExpertWeights(
-        pack_linear((fixed_values(80, _HIDDEN, seed=4 + expert) / 8).to(dtype)),
-        pack_linear((fixed_values(_HIDDEN, 40, seed=6 + expert) / 8).to(dtype)),
+    return pack_expert(
+        (fixed_values(80, _HIDDEN, seed=4 + expert) / 8).to(dtype),
+        (fixed_values(_HIDDEN, 40, seed=6 + expert) / 8).to(dtype),
     )
 
 
@@ -130,7 +130,7 @@ def _norm_heads(x_RH: Tensor, norm_H: Tensor) -> Tensor:
 def _run_experts(
     x_RH: Tensor,
     rows: NDArray[np.int64],
-    experts: dict[int, ExpertWeights],
+    experts: ExpertTable,
     activation: Activation,
 ) -> Tensor:
     return grouped_mlp(x_RH, rows, rows % len(experts), experts, activation)

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar, cast
 
 import numba
 from numba.extending import intrinsic as _numba_intrinsic
+from numba.extending import overload as _numba_overload
 
 logger = logging.getLogger(__name__)
 
@@ -43,3 +44,11 @@ def _tolerate_failed_saves(cache: _Cache) -> None:
 def intrinsic(function: Callable[..., object]) -> Callable[..., object]:
     """Turn a typing function into an operation that compiled code can call."""
     return cast("Callable[..., object]", _numba_intrinsic(function))
+
+
+def chosen_by_types(stand_in: Function) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Decorates what returns the implementation of `stand_in` for the types of its arguments."""
+    return cast(
+        "Callable[[Callable[..., object]], Callable[..., object]]",
+        _numba_overload(stand_in, strict=False),
+    )

@@ -1,88 +1,139 @@
-"""Matrix product against packed weights: the only GEMM of the CPU path."""
+"""Linear layers over packed weights, shared out among the team by panels of columns."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.block import begin_rows, block_rows, end_rows, multiply, panel_size
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.storage import narrow_into, widen_into
-from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
+from expertmesh_kernels.cpu.storage import narrow_into
+from expertmesh_kernels.cpu.team import parallel_for
+from expertmesh_kernels.cpu.tile import PANEL
 
-WIDEN_FROM_ROWS = 2 * MAX_ROWS + 1
-"""From so many rows on it pays to convert a 16-bit panel once instead of once per tile."""
+CHUNK_BYTES = 192 * 1024
+"""Weights of one chunk: some 15 us of reading for few rows, and they stay in L2 for many."""
 
 
 @njit
 def linear(
-    x_TnK: NDArray[np.float32],
-    panels: NDArray[np.generic],
-    bias_N: NDArray[np.float32],
-    out_TnN: NDArray[np.generic],
-) -> None:
-    """out[t, h] = x[t, h] @ weight[h] + bias, rounded once, for each of n heads.
-
-    Args:
-        x_TnK: FP32 rows, contiguous.
-        panels: Flat [n, ceil(N / 64), K, 64], zero beyond column N.
-        bias_N: FP32, or empty.
-        out_TnN: Any stored type, contiguous.
-    """
-    num_rows, num_heads, depth = x_TnK.shape
-    columns = out_TnN.shape[2]
-    x = x_TnK.reshape(x_TnK.size)
-    out = out_TnN.reshape(out_TnN.size)
-    for head in range(num_heads):
-        linear_rows(
-            x, head * depth, num_heads * depth, num_rows,
-            panels, head * (panels.size // num_heads), depth, bias_N,
-            out, head * columns, num_heads * columns, columns,
-        )  # fmt: skip
-
-
-@njit
-def linear_rows(
-    x: NDArray[np.float32],
-    x_at: int,
+    x: NDArray[np.generic],
     x_stride: int,
     num_rows: int,
     panels: NDArray[np.generic],
-    panels_at: int,
     depth: int,
     bias_N: NDArray[np.float32],
     out: NDArray[np.generic],
-    out_at: int,
-    out_stride: int,
     num_columns: int,
 ) -> None:
-    """`linear` for rows that lie `x_stride` apart, into rows `out_stride` apart; all flat."""
-    acc = np.empty(MAX_ROWS * PANEL, np.float32)
-    is_wide = num_rows >= WIDEN_FROM_ROWS and panels.itemsize < 4
-    wide = np.empty(depth * PANEL if is_wide else 0, np.float32)
-    for column in range(0, num_columns, PANEL):
-        panel_at = panels_at + column * depth
-        count = min(PANEL, num_columns - column)
-        if is_wide:
-            widen_into(panels, panel_at, depth * PANEL, wide, 0)
-        for row in range(0, num_rows, MAX_ROWS):
-            rows = min(MAX_ROWS, num_rows - row)
-            row_at = x_at + row * x_stride
-            acc[:] = np.float32(0.0)
-            if is_wide:
-                run_tile(rows, x, row_at, x_stride, wide, 0, depth, acc, 0)
-            else:
-                run_tile(rows, x, row_at, x_stride, panels, panel_at, depth, acc, 0)
-            for r in range(rows):
-                _add_bias(acc, r * PANEL, count, bias_N, column)
-                narrow_into(acc, r * PANEL, count, out, out_at + (row + r) * out_stride + column)
+    """out[t] = x[t] @ weight + bias, rounded once.
+
+    Args:
+        x: Flat rows as `multiply` reads them.
+        x_stride: Distance of two rows.
+        num_rows: Rows.
+        panels: Flat weights.
+        depth: Features, as packed.
+        bias_N: FP32, or empty.
+        out: Flat, contiguous; any stored type.
+        num_columns: N.
+    """
+    num_panels = -(-num_columns // PANEL)
+    per_chunk = panels_per_chunk(panels, depth)
+    parallel_for(
+        _linear_chunk,
+        (x, x_stride, num_rows, panels, depth, bias_N, out, num_columns, per_chunk),
+        -(-num_panels // per_chunk),
+    )
 
 
 @njit
-def _add_bias(
+def panels_per_chunk(panels: NDArray[np.generic], depth: int) -> int:
+    """Panels whose weights make a chunk."""
+    return max(1, CHUNK_BYTES // max(1, panel_size(panels, depth) * panels.itemsize))
+
+
+@njit
+def _linear_chunk(
+    x: NDArray[np.generic],
+    x_stride: int,
+    num_rows: int,
+    panels: NDArray[np.generic],
+    depth: int,
+    bias_N: NDArray[np.float32],
+    out: NDArray[np.generic],
+    num_columns: int,
+    per_chunk: int,
+    chunk: int,
+) -> None:
+    most = block_rows(panels)
+    acc = np.empty(most * PANEL, np.float32)
+    first = chunk * per_chunk
+    last = min(first + per_chunk, -(-num_columns // PANEL))
+    for row in range(0, num_rows, most):
+        rows = min(most, num_rows - row)
+        begin_rows(panels, rows)
+        for panel in range(first, last):
+            multiply(x, row * x_stride, x_stride, rows, panels, panel, depth, acc)
+            column = panel * PANEL
+            count = min(PANEL, num_columns - column)
+            for r in range(rows):
+                add_bias(acc, r * PANEL, count, bias_N, column)
+                narrow_into(acc, r * PANEL, count, out, (row + r) * num_columns + column)
+    end_rows(panels)
+
+
+@njit
+def add_bias(
     acc: NDArray[np.float32], at: int, count: int, bias_N: NDArray[np.float32], column: int
 ) -> None:
+    """acc[at + c] += bias[column + c] for c < count, if there is a bias."""
     if bias_N.size > 0:
         target = acc[at : at + count]
         bias = bias_N[column : column + count]
         for c in range(count):
             target[c] += bias[c]
+
+
+@njit
+def head_linear(
+    x_TnK: NDArray[np.float32],
+    panels: NDArray[np.generic],
+    out_TnN: NDArray[np.generic],
+) -> None:
+    """out[t, h] = x[t, h] @ weight[h], rounded once, for each of n heads.
+
+    Args:
+        x_TnK: FP32 rows, contiguous.
+        panels: Flat [n, ceil(N / 64), K, 64], zero beyond column N.
+        out_TnN: Any stored type, contiguous.
+    """
+    x = x_TnK.reshape(x_TnK.size)
+    out = out_TnN.reshape(out_TnN.size)
+    shape = (x_TnK.shape[0], x_TnK.shape[1], x_TnK.shape[2], out_TnN.shape[2])
+    parallel_for(_head_chunk, (x, panels, out, shape), x_TnK.shape[1])
+
+
+@njit
+def _head_chunk(
+    x: NDArray[np.float32],
+    panels: NDArray[np.generic],
+    out: NDArray[np.generic],
+    shape: tuple[int, int, int, int],
+    head: int,
+) -> None:
+    num_rows, num_heads, depth, num_columns = shape
+    most = block_rows(panels)
+    acc = np.empty(most * PANEL, np.float32)
+    num_panels = -(-num_columns // PANEL)
+    x_stride, out_stride = num_heads * depth, num_heads * num_columns
+    for row in range(0, num_rows, most):
+        rows = min(most, num_rows - row)
+        for panel in range(num_panels):
+            x_at = row * x_stride + head * depth
+            multiply(x, x_at, x_stride, rows, panels, head * num_panels + panel, depth, acc)
+            column = panel * PANEL
+            count = min(PANEL, num_columns - column)
+            for r in range(rows):
+                out_at = (row + r) * out_stride + head * num_columns + column
+                narrow_into(acc, r * PANEL, count, out, out_at)

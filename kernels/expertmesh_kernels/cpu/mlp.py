@@ -1,4 +1,9 @@
-"""Gated FFN of one expert over chosen rows, fused from gather to scatter."""
+"""Gated FFNs of experts, one row per (row, expert) pair, shared out among the team.
+
+Three forks, with no Python between them: rows are gathered in the order of experts; gate, up and
+activation, 32 columns of each per panel; down. The weights of an expert are read once however many
+rows it has, and an expert without rows costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,71 +11,213 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.activation import gated_activation
+from expertmesh_kernels.cpu.block import (
+    begin_rows,
+    block_rows,
+    end_rows,
+    gather_row,
+    multiply,
+    new_rows,
+    packed_depth,
+    panel_size,
+    put_rounded,
+)
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.linear import linear_rows
-from expertmesh_kernels.cpu.primitives import narrow_like, widen
+from expertmesh_kernels.cpu.linear import add_bias, panels_per_chunk
+from expertmesh_kernels.cpu.memory import FLOATS, array_at
+from expertmesh_kernels.cpu.storage import narrow_into
+from expertmesh_kernels.cpu.team import parallel_for
+from expertmesh_kernels.cpu.tile import PANEL
+
+HALF = PANEL // 2
+"""Columns of the gate, and as many of up, in a panel of gate and up."""
+GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, NUM_PARTS = 0, 1, 2, 3, 4
+"""Columns of a table of experts: addresses of what they consist of, 0 for what they lack."""
+_GATHERED_ROWS = 64
+"""Rows of a chunk of the gathering."""
 
 
 @njit
-def gated_mlp(
+def grouped_mlp(
     x_RH: NDArray[np.generic],
     rows_N: NDArray[np.int64],
-    gate_up: NDArray[np.generic],
-    gate_up_bias: NDArray[np.float32],
-    down: NDArray[np.generic],
-    down_bias: NDArray[np.float32],
+    experts_N: NDArray[np.int64],
+    table_EA: NDArray[np.int64],
+    like: NDArray[np.generic],
     width: int,
     kind: int,
     alpha: np.float32,
     limit: np.float32,
-    out: NDArray[np.generic],
-    out_rows_N: NDArray[np.int64],
+    out_NH: NDArray[np.generic],
 ) -> None:
-    """out[out_rows[n]] = down(act(gate(x[rows[n]]), up(x[rows[n]]))).
+    """out[n] = down(act(gate(x[row n]), up(x[row n]))) with the expert of pair n.
 
     The product with `down` takes the activations rounded to the type of x.
 
     Args:
         x_RH: Stored rows.
-        rows_N: Rows to compute.
-        gate_up: Flat panels, H -> 2I.
-        gate_up_bias: [2I] or empty.
-        down: Flat panels, I -> H.
-        down_bias: [H] or empty.
+        rows_N: Row of each pair.
+        experts_N: Expert of each pair, a row of the table with addresses.
+        table_EA: See `GATE_UP`.
+        like: An empty array of the type of the packed weights.
         width: I.
         kind: Of the activation; see `expertmesh_kernels.cpu.activation`.
         alpha: Of the activation.
         limit: Of the activation.
-        out: [.., H], of the type of x.
-        out_rows_N: Where results go.
+        out_NH: Any stored type.
     """
-    num_rows = rows_N.size
-    hidden = x_RH.shape[1]
-    wide = np.empty((num_rows, hidden), np.float32)
-    for n in range(num_rows):
-        source = x_RH[rows_N[n]]
-        target = wide[n]
-        for h in range(hidden):
-            target[h] = widen(source[h])
-    gate_up_N2I = np.empty((num_rows, 2 * width), np.float32)
-    linear_rows(
-        wide.reshape(wide.size), 0, hidden, num_rows,
-        gate_up, 0, hidden, gate_up_bias,
-        gate_up_N2I.reshape(gate_up_N2I.size), 0, 2 * width, 2 * width,
+    hidden, num_pairs = x_RH.shape[1], rows_N.size
+    depth, act_depth = packed_depth(like, hidden), packed_depth(like, width)
+    order_N, starts_E = _by_expert(experts_N, table_EA.shape[0])
+    groups = (starts_E, np.flatnonzero(starts_E[1:] > starts_E[:-1]), table_EA)
+    num_used = groups[1].size
+    x = new_rows(like, num_pairs * depth)
+    act = new_rows(like, num_pairs * act_depth)
+    parallel_for(
+        _gather_chunk, (x_RH, rows_N, order_N, depth, x), _ceil_div(num_pairs, _GATHERED_ROWS)
+    )
+    per_chunk = panels_per_chunk(like, depth)
+    chunks = _ceil_div(_ceil_div(width, HALF), per_chunk)
+    parallel_for(
+        _gate_up_chunk,
+        (
+            x, depth, groups, like, width, kind, alpha, limit, x_RH[:0], act, act_depth,
+            per_chunk, chunks,
+        ),
+        num_used * chunks,
     )  # fmt: skip
-    act_NI = np.empty((num_rows, width), np.float32)
-    gated_activation(gate_up_N2I, kind, alpha, limit, act_NI)
-    for n in range(num_rows):
-        act = act_NI[n]
-        for i in range(width):
-            act[i] = widen(narrow_like(act[i], x_RH))
-    linear_rows(
-        act_NI.reshape(act_NI.size), 0, width, num_rows,
-        down, 0, width, down_bias,
-        wide.reshape(wide.size), 0, hidden, hidden,
-    )  # fmt: skip
-    for n in range(num_rows):
-        source_wide = wide[n]
-        result = out[out_rows_N[n]]
-        for h in range(hidden):
-            result[h] = narrow_like(source_wide[h], out)
+    per_chunk = panels_per_chunk(like, act_depth)
+    chunks = _ceil_div(_ceil_div(hidden, PANEL), per_chunk)
+    parallel_for(
+        _down_chunk,
+        (act, act_depth, groups, like, order_N, out_NH, per_chunk, chunks),
+        num_used * chunks,
+    )
+
+
+@njit
+def _ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+@njit
+def _by_expert(
+    experts_N: NDArray[np.int64], num_experts: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs in the order of experts, and where each expert's begin, [E + 1]."""
+    starts_E = np.zeros(num_experts + 1, np.int64)
+    for n in range(experts_N.size):
+        starts_E[experts_N[n] + 1] += 1
+    for e in range(num_experts):
+        starts_E[e + 1] += starts_E[e]
+    next_E = starts_E.copy()
+    order_N = np.empty(experts_N.size, np.int64)
+    for n in range(experts_N.size):
+        order_N[next_E[experts_N[n]]] = n
+        next_E[experts_N[n]] += 1
+    return order_N, starts_E
+
+
+@njit
+def _gather_chunk(
+    x_RH: NDArray[np.generic],
+    rows_N: NDArray[np.int64],
+    order_N: NDArray[np.int64],
+    depth: int,
+    x: NDArray[np.generic],
+    chunk: int,
+) -> None:
+    first = chunk * _GATHERED_ROWS
+    for n in range(first, min(first + _GATHERED_ROWS, order_N.size)):
+        gather_row(x_RH[rows_N[order_N[n]]], x[n * depth : (n + 1) * depth])
+
+
+@njit
+def _gate_up_chunk(
+    x: NDArray[np.generic],
+    depth: int,
+    groups: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+    like: NDArray[np.generic],
+    width: int,
+    kind: int,
+    alpha: np.float32,
+    limit: np.float32,
+    rounded: NDArray[np.generic],
+    act: NDArray[np.generic],
+    act_depth: int,
+    per_chunk: int,
+    chunks: int,
+    chunk: int,
+) -> None:
+    """Activations of one expert's rows, for some panels, in the order of experts."""
+    starts_E, used_U, table_EA = groups
+    expert = used_U[chunk // chunks]
+    num_panels = _ceil_div(width, HALF)
+    panels = array_at(table_EA[expert, GATE_UP], num_panels * panel_size(like, depth), like)
+    bias = _bias_at(table_EA[expert, GATE_UP_BIAS], 2 * width)
+    first = (chunk % chunks) * per_chunk
+    last = min(first + per_chunk, num_panels)
+    most = block_rows(like)
+    acc = np.empty(most * PANEL, np.float32)
+    gated = np.empty((most, HALF), np.float32)
+    end = starts_E[expert + 1]
+    for row in range(starts_E[expert], end, most):
+        rows = min(most, end - row)
+        begin_rows(like, rows)
+        for panel in range(first, last):
+            multiply(x, row * depth, depth, rows, panels, panel, depth, acc)
+            column = panel * HALF
+            biased = min(HALF, width - column)
+            for r in range(rows if bias.size > 0 else 0):
+                add_bias(acc, r * PANEL, biased, bias, column)
+                add_bias(acc, r * PANEL + HALF, biased, bias, width + column)
+            gate_up = acc.reshape((most, PANEL))[:rows]
+            gated_activation(gate_up, kind, alpha, limit, gated[:rows])
+            count = min(HALF, act_depth - column)
+            for r in range(rows):
+                at = (row + r) * act_depth + column
+                for c in range(count):
+                    put_rounded(gated[r, c], rounded, act, at + c)
+    end_rows(like)
+
+
+@njit
+def _down_chunk(
+    act: NDArray[np.generic],
+    depth: int,
+    groups: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+    like: NDArray[np.generic],
+    order_N: NDArray[np.int64],
+    out_NH: NDArray[np.generic],
+    per_chunk: int,
+    chunks: int,
+    chunk: int,
+) -> None:
+    """Outputs of one expert's rows, for some panels, at the places of their pairs."""
+    starts_E, used_U, table_EA = groups
+    expert = used_U[chunk // chunks]
+    hidden = out_NH.shape[1]
+    num_panels = _ceil_div(hidden, PANEL)
+    panels = array_at(table_EA[expert, DOWN], num_panels * panel_size(like, depth), like)
+    bias = _bias_at(table_EA[expert, DOWN_BIAS], hidden)
+    first = (chunk % chunks) * per_chunk
+    last = min(first + per_chunk, num_panels)
+    most = block_rows(like)
+    acc = np.empty(most * PANEL, np.float32)
+    end = starts_E[expert + 1]
+    for row in range(starts_E[expert], end, most):
+        rows = min(most, end - row)
+        begin_rows(like, rows)
+        for panel in range(first, last):
+            multiply(act, row * depth, depth, rows, panels, panel, depth, acc)
+            column = panel * PANEL
+            count = min(PANEL, hidden - column)
+            for r in range(rows):
+                add_bias(acc, r * PANEL, count, bias, column)
+                narrow_into(acc, r * PANEL, count, out_NH[order_N[row + r]], column)
+    end_rows(like)
+
+
+@njit
+def _bias_at(address: int, size: int) -> NDArray[np.float32]:
+    return array_at(address, size if address != 0 else 0, FLOATS)

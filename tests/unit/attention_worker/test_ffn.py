@@ -11,7 +11,7 @@ from attention_worker.experts import Pending
 from attention_worker.layers.ffn import ExpertCalls, MoeFfn, PlainSharedExpert, WeighedSharedExpert
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.model_config import SILU, GateConfig
-from expertmesh_kernels.grouped_mlp import ExpertWeights
+from expertmesh_kernels.grouped_mlp import pack_expert
 from expertmesh_kernels.linear import pack_linear
 from expertmesh_kernels.router import Routing
 
@@ -94,9 +94,7 @@ def test_a_weighed_shared_expert_gives_a_row_the_same_bits_in_any_batch(
     def weight(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    expert = PlainSharedExpert(
-        ExpertWeights(pack_linear(weight(12, 8)), pack_linear(weight(8, 6))), SILU
-    )
+    expert = PlainSharedExpert(pack_expert(weight(12, 8), weight(8, 6)), SILU)
     gate_1H = weight(1, 8)
     shared = WeighedSharedExpert(expert, pack_linear(gate_1H.float()))
     x_TH = weight(37, 8)

@@ -52,7 +52,8 @@ def random_case(
 def test_equals_the_canonical_chain_bit_by_bit(rows: int, dtype: torch.dtype) -> None:
     """Every output is one FP32 chain in ascending k, whatever the number of rows."""
     x_RK, weight_NK, _ = random_case(rows, 37, 77, dtype)
-    actual = linear(x_RK, pack_linear(weight_NK), out_dtype=torch.float32)
+    packed = pack_linear(weight_NK, format="panels")
+    actual = linear(x_RK, packed, out_dtype=torch.float32)
     expected = canonical_chain(x_RK, weight_NK)
     assert torch.equal(expected, actual)
 

@@ -18,13 +18,14 @@ from expertmesh_kernels.activation import (
     sigmoid_scaled_reference,
 )
 from expertmesh_kernels.grouped_mlp import (
-    ExpertWeights,
+    ExpertTable,
     gated_mlp,
     gated_mlp_reference,
     grouped_mlp,
     grouped_mlp_reference,
+    pack_expert,
 )
-from expertmesh_kernels.linear import PackedLinear, linear, pack_linear
+from expertmesh_kernels.linear import linear, pack_linear
 
 HIDDEN, INTERMEDIATE, EXPERTS = 72, 50, 5
 ACTIVATIONS = [SILU, GELU_TANH, Activation("clamped_swiglu", alpha=1.7, limit=3.0)]
@@ -32,21 +33,23 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def make_experts(dtype: torch.dtype, *, bias: bool = False) -> dict[int, ExpertWeights]:
+def make_experts(dtype: torch.dtype, *, bias: bool = False) -> ExpertTable:
     """Seeded experts with outputs of order one."""
     generator = torch.Generator().manual_seed(3)
 
     def weight(rows: int, columns: int) -> Tensor:
         return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
 
-    def packed(rows: int, columns: int) -> PackedLinear:
-        bias_N = torch.randn(rows, generator=generator).to(dtype) if bias else None
-        return pack_linear(weight(rows, columns), bias_N)
+    def bias_of(rows: int) -> Tensor | None:
+        return torch.randn(rows, generator=generator).to(dtype) if bias else None
 
-    return {
-        e: ExpertWeights(packed(2 * INTERMEDIATE, HIDDEN), packed(HIDDEN, INTERMEDIATE))
-        for e in range(EXPERTS)
-    }
+    shapes = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    return ExpertTable(
+        {
+            e: pack_expert(*(weight(*shape) for shape in shapes), *(bias_of(r) for r, _ in shapes))
+            for e in range(EXPERTS)
+        }
+    )
 
 
 def make_rows(rows: int, dtype: torch.dtype) -> Tensor:
@@ -130,7 +133,8 @@ def test_one_ffn_matches_the_reference(dtype: torch.dtype, activation: Activatio
 def test_one_ffn_equals_its_parts_bit_by_bit(activation: Activation) -> None:
     """Fusion changes nothing: two linears and an activation, rounded where the contract says."""
     x_RH, expert = make_rows(20, torch.bfloat16), make_experts(torch.bfloat16, bias=True)[0]
-    gate_up = linear(x_RH, expert.gate_up, out_dtype=torch.float32)
+    in_order = pack_linear(expert.gate_up.weight_KN.t(), expert.gate_up.bias_N)
+    gate_up = linear(x_RH, in_order, out_dtype=torch.float32)
     expected = linear(gated_activation(gate_up, activation).to(torch.bfloat16), expert.down)
     assert torch.equal(expected, gated_mlp(x_RH, expert, activation))
 
@@ -139,9 +143,7 @@ def test_biases_are_added_once_to_each_output() -> None:
     """With zero weights the FFN is down's bias plus nothing; the biases are not rounded."""
     zeros = torch.zeros(2 * INTERMEDIATE, HIDDEN), torch.zeros(HIDDEN, INTERMEDIATE)
     bias_H = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(0))
-    expert = ExpertWeights(
-        pack_linear(zeros[0], torch.ones(2 * INTERMEDIATE)), pack_linear(zeros[1], bias_H)
-    )
+    expert = pack_expert(*zeros, torch.ones(2 * INTERMEDIATE), bias_H)
     out_RH = gated_mlp(make_rows(3, torch.float32), expert, SILU)
     assert torch.equal(out_RH, bias_H.expand(3, -1))
 
@@ -187,7 +189,7 @@ def test_a_pair_has_the_same_bits_alone_and_in_any_call(
 def test_no_pairs_give_no_rows() -> None:
     """An empty list of pairs is answered with an empty result."""
     nothing = np.empty(0, np.int64)
-    out = grouped_mlp(make_rows(2, torch.float32), nothing, nothing, {}, SILU)
+    out = grouped_mlp(make_rows(2, torch.float32), nothing, nothing, ExpertTable({}), SILU)
     assert tuple(out.shape) == (0, HIDDEN)
 
 

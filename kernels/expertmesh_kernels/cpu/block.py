@@ -1,0 +1,248 @@
+"""Blocks of rows by one panel of 64 columns: the inner product of all linear layers and experts.
+
+Weights come in two formats, told apart by their stored type:
+
+    panels   [K, 64] of float32, bfloat16 (uint16) or float16 (int16): FP32 chains, any CPU
+    tiles    [K / 32, 4, 16, 16] pairs of bfloat16 (uint32): AMX, rows in bfloat16
+
+In both a row's bits depend on that row and the panel alone. A block goes through four steps, so
+that the loops around it need not know the format: `begin_rows`, `multiply` for each panel,
+`end_rows`; and rows are gathered with `gather_row` into what `multiply` reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from expertmesh_kernels.cpu import amx
+from expertmesh_kernels.cpu.jit import chosen_by_types, njit
+from expertmesh_kernels.cpu.primitives import narrow_like, widen
+from expertmesh_kernels.cpu.storage import widen_into
+from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
+
+CHAIN_ROWS = 96
+"""Rows of a block of FP32 chains; bounds the scratch."""
+_WIDEN_FROM_ROWS = 2 * MAX_ROWS + 1
+"""From so many rows on it pays to convert a 16-bit panel once instead of once per tile."""
+_CONFIGS = amx.tile_configs()
+_TILE_ROWS = amx.TILE_ROWS
+_AMX_ROWS = amx.ROWS
+_STEP = amx.STEP
+
+
+def _is_tiles(panels: Any) -> bool:
+    return bool(panels.dtype == types.uint32)
+
+
+# Stand-ins: what they do is chosen from the types of their arguments when a kernel is compiled.
+
+
+def block_rows(panels: NDArray[np.generic]) -> int:
+    """Most rows of a block."""
+    raise NotImplementedError
+
+
+def packed_depth(panels: NDArray[np.generic], depth: int) -> int:
+    """Features as packed: with those that are zero."""
+    raise NotImplementedError
+
+
+def panel_size(panels: NDArray[np.generic], depth: int) -> int:
+    """Stored elements of a panel of so many packed features."""
+    raise NotImplementedError
+
+
+def new_rows(panels: NDArray[np.generic], size: int) -> Any:
+    """Scratch for `size` gathered elements, of the type that `multiply` reads."""
+    raise NotImplementedError
+
+
+def gather_row(source: NDArray[np.generic], target: NDArray[np.generic]) -> None:
+    """One stored row as `multiply` reads it; what is longer in the target becomes zero."""
+    raise NotImplementedError
+
+
+def put_rounded(
+    value: np.float32, like: NDArray[np.generic], target: NDArray[Any], at: int
+) -> None:
+    """target[at] = value rounded to the type of `like`, as `multiply` reads it."""
+    raise NotImplementedError
+
+
+def begin_rows(panels: NDArray[np.generic], rows: int) -> None:
+    """Before the products of a block of so many rows."""
+    raise NotImplementedError
+
+
+def end_rows(panels: NDArray[np.generic]) -> None:
+    """After the last product of a thread."""
+    raise NotImplementedError
+
+
+def multiply(
+    x: NDArray[np.generic],
+    x_at: int,
+    x_stride: int,
+    rows: int,
+    panels: NDArray[np.generic],
+    panel: int,
+    depth: int,
+    acc: NDArray[np.float32],
+) -> None:
+    """acc[64 r + c] = sum over k < depth of x[x_at + x_stride r + k] w[k, c], in FP32.
+
+    Args:
+        x: Flat rows.
+        x_at: First element of the block.
+        x_stride: Distance of two rows.
+        rows: At most `block_rows`.
+        panels: Flat weights.
+        panel: Which panel.
+        depth: Features, as packed.
+        acc: At least [rows, 64].
+    """
+    raise NotImplementedError
+
+
+@chosen_by_types(block_rows)
+def _block_rows(panels: Any) -> Any:
+    if _is_tiles(panels):
+        return lambda panels: _AMX_ROWS
+    return lambda panels: CHAIN_ROWS
+
+
+@chosen_by_types(packed_depth)
+def _packed_depth(panels: Any, depth: Any) -> Any:
+    if _is_tiles(panels):
+        return lambda panels, depth: -(-depth // _STEP) * _STEP
+    return lambda panels, depth: depth
+
+
+@chosen_by_types(panel_size)
+def _panel_size(panels: Any, depth: Any) -> Any:
+    if _is_tiles(panels):
+        return lambda panels, depth: depth * (PANEL // 2)
+    return lambda panels, depth: depth * PANEL
+
+
+@chosen_by_types(new_rows)
+def _new_rows(panels: Any, size: Any) -> Any:
+    if _is_tiles(panels):
+        return lambda panels, size: np.empty(size, np.uint16)
+    return lambda panels, size: np.empty(size, np.float32)
+
+
+@chosen_by_types(gather_row)
+def _gather_row(source: Any, target: Any) -> Any:
+    if source.dtype == target.dtype:
+
+        def copy(source: Any, target: Any) -> None:
+            target[: source.size] = source
+            target[source.size :] = 0
+
+        return copy
+
+    def convert(source: Any, target: Any) -> None:
+        for i in range(source.size):
+            target[i] = widen(source[i])
+
+    return convert
+
+
+@chosen_by_types(put_rounded)
+def _put_rounded(value: Any, like: Any, target: Any, at: Any) -> Any:
+    if target.dtype == types.float32:
+
+        def put_wide(value: Any, like: Any, target: Any, at: int) -> None:
+            target[at] = widen(narrow_like(value, like))
+
+        return put_wide
+
+    def put(value: Any, like: Any, target: Any, at: int) -> None:
+        target[at] = narrow_like(value, target)
+
+    return put
+
+
+@chosen_by_types(begin_rows)
+def _begin_rows(panels: Any, rows: Any) -> Any:
+    if _is_tiles(panels):
+
+        def configure(panels: Any, rows: int) -> None:
+            amx.configure(_CONFIGS, rows)
+
+        return configure
+    return lambda panels, rows: None
+
+
+@chosen_by_types(end_rows)
+def _end_rows(panels: Any) -> Any:
+    if _is_tiles(panels):
+
+        def release(panels: Any) -> None:
+            amx.release()
+
+        return release
+    return lambda panels: None
+
+
+@chosen_by_types(multiply)
+def _multiply(
+    x: Any, x_at: Any, x_stride: Any, rows: Any, panels: Any, panel: Any, depth: Any, acc: Any
+) -> Any:
+    if _is_tiles(panels):
+
+        def tiles(
+            x: Any,
+            x_at: int,
+            x_stride: int,
+            rows: int,
+            panels: Any,
+            panel: int,
+            depth: int,
+            acc: Any,
+        ) -> None:
+            panel_at = panel * depth * (PANEL // 2)
+            if rows <= _TILE_ROWS:
+                amx.few_rows(x, x_at, x_stride, panels, panel_at, depth // _STEP, acc)
+            else:
+                amx.many_rows(x, x_at, x_stride, panels, panel_at, depth // _STEP, acc)
+
+        return tiles
+
+    def chains(
+        x: Any, x_at: int, x_stride: int, rows: int, panels: Any, panel: int, depth: int, acc: Any
+    ) -> None:
+        _run_chains(x, x_at, x_stride, rows, panels, panel * depth * PANEL, depth, acc)
+
+    return chains
+
+
+@njit
+def _run_chains(
+    x: NDArray[np.float32],
+    x_at: int,
+    x_stride: int,
+    rows: int,
+    panels: NDArray[np.generic],
+    panel_at: int,
+    depth: int,
+    acc: NDArray[np.float32],
+) -> None:
+    """Tiles of up to 6 rows, one after the other."""
+    acc[: rows * PANEL] = np.float32(0.0)
+    is_wide = rows >= _WIDEN_FROM_ROWS and panels.itemsize < 4
+    wide = np.empty(depth * PANEL if is_wide else 0, np.float32)
+    if is_wide:
+        widen_into(panels, panel_at, depth * PANEL, wide, 0)
+    for row in range(0, rows, MAX_ROWS):
+        tile = min(MAX_ROWS, rows - row)
+        row_at = x_at + row * x_stride
+        if is_wide:
+            run_tile(tile, x, row_at, x_stride, wide, 0, depth, acc, row * PANEL)
+        else:
+            run_tile(tile, x, row_at, x_stride, panels, panel_at, depth, acc, row * PANEL)
