@@ -28,6 +28,7 @@ from expert_worker.backend import ExpertBackend
 from expert_worker.store import ExpertStore
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.cores import threads_of_environment
 from expertmesh.errors import SettingsError, StartupError
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.model_tools.model_size import model_size
@@ -36,7 +37,7 @@ from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
 from expertmesh.wire import DTYPE_CODES, incarnation
-from expertmesh_kernels.cpu.team import start_team, threads_asked_for
+from expertmesh_kernels.cpu.team import start_team
 from expertmesh_kernels.host import TORCH_DTYPES, find_device
 from expertmesh_kernels.self_test import numerics_fingerprint
 
@@ -68,7 +69,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
             not compute what they must on this machine.
     """
     torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
-    start_team(threads_asked_for())
+    start_team(threads_of_environment() or 1)
     checkpoint = Checkpoint.open(Path(settings.model))
     config = checkpoint.config
     dtype_name = _dtype_name(settings, config)

@@ -18,13 +18,14 @@ from expert_worker.server import ExpertServer
 from expert_worker.state import WorkerIdentity
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.cores import threads_of_environment
 from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model
 from expertmesh.settings import ExpertWorkerSettings, data_home
 from expertmesh.stop_request import StopRequest
 from expertmesh.wire import incarnation
-from expertmesh_kernels.cpu.team import start_team, threads_asked_for
+from expertmesh_kernels.cpu.team import start_team
 from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.self_test import experts_fingerprint
 
@@ -47,7 +48,7 @@ class ExpertWorker:
 
     def __init__(self, settings: ExpertWorkerSettings, metrics_port: int | None = None) -> None:
         torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
-        start_team(threads_asked_for())
+        start_team(threads_of_environment() or 1)
         self._settings = settings
         checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
         config = checkpoint.config

@@ -20,7 +20,6 @@ A helper that raises ACTIVE after the owner saw 0 finds OPEN = 0, or a fork desc
 from __future__ import annotations
 
 import atexit
-import os
 import platform
 import sys
 import threading
@@ -33,7 +32,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils as untyped_cgutils
 
-from expertmesh.errors import SettingsError
 from expertmesh_kernels.cpu.jit import intrinsic, njit
 
 cgutils: Any = untyped_cgutils
@@ -43,8 +41,6 @@ _I32 = ir.IntType(32)
 _BYTES = ir.IntType(8).as_pointer()
 _ENTRY = ir.FunctionType(ir.VoidType(), [_BYTES, _I64])
 
-_VARIABLE = "EXPERTMESH_THREADS"
-_MAX_THREADS = 1024
 _WORDS = 64
 _SYMBOL = "expertmesh_kernel_team"
 # Words of the shared state; those that different threads write are on different cache lines.
@@ -287,21 +283,6 @@ def _call_all() -> None:
 
 _threads: list[threading.Thread] = []
 _lock = threading.Lock()
-
-
-def threads_asked_for() -> int:
-    """Size of the team that EXPERTMESH_THREADS asks for; 1 without it.
-
-    Raises:
-        SettingsError: It is not a number from 1 on.
-    """
-    text = os.environ.get(_VARIABLE, "1")
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_THREADS:
-        raise SettingsError(
-            f"{_VARIABLE} is {text!r}, expected 1 to {_MAX_THREADS}",
-            fix=f"set {_VARIABLE} to the cores of this process, or unset it",
-        )
-    return int(text)
 
 
 def start_team(num_threads: int) -> None:

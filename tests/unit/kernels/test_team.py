@@ -11,14 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from expertmesh.errors import SettingsError
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.team import (
     parallel_for,
     start_team,
     stop_team,
     team_size,
-    threads_asked_for,
 )
 from expertmesh_kernels.linear import linear, pack_linear
 
@@ -100,15 +98,3 @@ def test_helpers_end() -> None:
     assert (_our_threads(), team_size()) == ([], 1)
     with pytest.raises(ValueError, match="a team has 0 threads"):
         start_team(0)
-
-
-def test_the_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number from 1 on; anything else is refused with the value."""
-    monkeypatch.delenv("EXPERTMESH_THREADS", raising=False)
-    assert threads_asked_for() == 1
-    monkeypatch.setenv("EXPERTMESH_THREADS", "3")
-    assert threads_asked_for() == 3
-    for wrong in ("0", "-1", "two", "", "1.5", "99999"):
-        monkeypatch.setenv("EXPERTMESH_THREADS", wrong)
-        with pytest.raises(SettingsError, match="EXPERTMESH_THREADS is"):
-            threads_asked_for()
