@@ -1,8 +1,9 @@
-"""The Forward stream to one life of one expert worker.
+"""The Forward stream to one life of one expert worker, and its direct connection if there is one.
 
 Threads: `expert-stream-ID` opens the stream, reads replies and opens it again after a failure;
-gRPC's own sender takes messages from the outbox; the model thread submits calls and never waits
-for the network. One lock guards the tables. `close` ends both threads.
+gRPC's own sender takes messages from the outbox; the model thread submits calls, never waits for
+the network, and reads the direct connection while it waits for outcomes. One lock guards the
+tables. `close` ends both threads.
 
     opening -> up -> down (all calls failed at once) -> up ...       usable unless down or refused
 """
@@ -14,15 +15,19 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
+from google.protobuf.message import DecodeError
 
+from attention_worker.direct_connection import DirectConnection, open_direct
+from attention_worker.outcomes import Outcomes
 from expertmesh.grpc_options import channel_options
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.v1 import expert_service_pb2_grpc as rpc
+from expertmesh.wire_encode import CallId, RequestFrame
 from expertmesh_kernels.dispatch import WorkerRows
 
 logger = logging.getLogger(__name__)
@@ -33,21 +38,23 @@ DEFAULT_ROW_CREDITS = 4096  # of an expert worker that states none
 MAX_WAITING_CALLS = 64  # for row credits
 REFUSED_S = 2.0  # until it is asked again; a map without it comes sooner, if it meant what it said
 
-CallKey = tuple[int, int, int, int, int, int]
-Outbox = queue.SimpleQueue[pb.ForwardRequest | None]  # bounded: row credits bound what is in flight
+_FORWARD = "/expertmesh.v1.ExpertService/Forward"
+
+Outbox = queue.SimpleQueue[RequestFrame | None]  # bounded: row credits bound what is in flight
 
 
 @dataclass(eq=False)
 class Call:
     """One ForwardRequest and where its outcome goes. The stream's lock guards what changes."""
 
-    request: pb.ForwardRequest
+    call_id: CallId
+    frame: RequestFrame
     rows: WorkerRows
     """The part of the batch that it carries."""
     limit_s: float
     """When it counts as failed, on the monotonic clock."""
-    outcomes: queue.SimpleQueue[Outcome]
-    """Of the dispatch that it belongs to; bounded by its calls."""
+    outcomes: Outcomes
+    """Of the dispatch that it belongs to."""
     sent_s: float = 0.0
     abandoned: bool = False
     """Nobody waits for the reply any more."""
@@ -85,14 +92,15 @@ class ExpertStream:
         self._lock = threading.Lock()
         self._outbox: Outbox = queue.SimpleQueue()
         self._stream: grpc.Call | None = None
+        self._direct: DirectConnection | None = None
         self._waiting: deque[Call] = deque()
-        self._pending: dict[CallKey, Call] = {}
+        self._pending: dict[CallId, Call] = {}
         self._credits = worker.row_credits or DEFAULT_ROW_CREDITS
         self._rows_in_flight = 0
         self._down = ""
         self._refused = ""
         self._refused_until_s = 0.0
-        self._stuck = False
+        self._cut_reason = ""
         self._retired = False
         self._closed = threading.Event()
         self._seen = self._nothing_seen()
@@ -134,21 +142,39 @@ class ExpertStream:
             self.suspect = True
             if call in self._waiting:
                 self._waiting.remove(call)
-                if self._stream is not None:
-                    self._stuck = True
-                    self._stream.cancel()
+                self._cut("replies are lost")
+
+    @property
+    def interest(self) -> tuple[int, int]:
+        """Descriptor and events of its direct connection; -1 without one."""
+        direct = self._direct
+        return (-1, 0) if direct is None else direct.interest
+
+    def on_ready(self) -> None:
+        """Reads and writes the direct connection, as far as it goes without waiting."""
+        messages: Sequence[bytes] = ()
+        with self._lock:
+            if self._direct is None:
+                return
+            try:
+                messages = self._direct.receive()
+                self._direct.flush()
+            except OSError as error:
+                self._cut(str(error))
+        for message in messages:
+            self._take_bytes(message)
 
     def refuse(self, reason: str) -> None:
         """Makes this life of the expert worker unusable for a while: it said so itself."""
         self._refused = reason
         self._refused_until_s = time.monotonic() + REFUSED_S
 
-    def count_answer(self, call: Call, response: pb.ForwardResponse) -> None:
-        """Counts a call whose outputs were good."""
+    def count_answer(self, call: Call, response: pb.ForwardResponse, num_bytes: int) -> None:
+        """Counts a call whose outputs, of so many bytes, were good."""
         with self._lock:
             self._seen.calls += 1
             self._seen.rows_back += len(call.rows.expert_ids_N)
-            self._seen.bytes_back += len(response.outputs.data)
+            self._seen.bytes_back += num_bytes
             self._seen.compute_us += response.compute_us
 
     def count_fault(self, reason: str) -> None:
@@ -210,12 +236,33 @@ class ExpertStream:
             if self._rows_in_flight and self._rows_in_flight + call.num_rows > self._credits:
                 return
             self._waiting.popleft()
-            self._pending[call_key(call.request.id)] = call
+            self._pending[call.call_id] = call
             self._rows_in_flight += call.num_rows
             call.sent_s = time.monotonic()
             self._seen.rows_out += call.num_rows
-            self._seen.bytes_out += len(call.request.hidden_states.data)
-            self._outbox.put(call.request)
+            self._seen.bytes_out += call.frame.num_payload_bytes
+            self._send(call.frame)
+
+    def _send(self, frame: RequestFrame) -> None:
+        if self._direct is None:
+            self._outbox.put(frame)
+            return
+        try:
+            self._direct.send(frame)
+        except OSError as error:
+            self._cut(str(error))
+
+    def _cut(self, reason: str) -> None:
+        """Ends the stream, so that its thread fails all calls and opens it again."""
+        self._close_direct()
+        if self._stream is not None:
+            self._cut_reason = self._cut_reason or reason
+            self._stream.cancel()
+
+    def _close_direct(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
 
     # --- the stream's own thread ---
 
@@ -223,46 +270,68 @@ class ExpertStream:
         options = channel_options(self._max_message_bytes)
         backoff_s = MIN_BACKOFF_S
         with grpc.insecure_channel(self.worker.address, options=options) as channel:
-            stub = rpc.ExpertServiceStub(channel)
+            forward = channel.stream_stream(
+                _FORWARD,
+                request_serializer=_message_of,
+                response_deserializer=pb.ForwardResponse.FromString,
+            )
             while not self._closed.is_set():
-                was_up = self._serve(stub)
+                was_up = self._serve(forward)
                 backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
                 if self._retired:
                     return
                 self._closed.wait(backoff_s)
 
-    def _serve(self, stub: rpc.ExpertServiceStub) -> bool:
+    def _serve(
+        self, forward: grpc.StreamStreamMultiCallable[RequestFrame, pb.ForwardResponse]
+    ) -> bool:
         """One stream from open to end; True if it was up."""
         was_up = False
         outbox = self._outbox
-        stream = stub.Forward(iter(outbox.get, None))
+        stream = forward(iter(outbox.get, None))
         with self._lock:
             self._stream = stream
             if self._closed.is_set():
                 stream.cancel()
         reason = "it ended the stream"
         try:
-            stream.initial_metadata()  # comes as soon as the stream is up
+            metadata = stream.initial_metadata()  # comes as soon as the stream is up
             if was_up := stream.is_active():
-                self._set_up()
+                self._set_up([(key, value) for key, value in metadata])
             for response in stream:
                 self._take(response)
         except grpc.RpcError as error:
-            reason = "replies are lost" if self._stuck else describe_failure(error)
+            reason = self._cut_reason or describe_failure(error)
         self._fail_all(outbox, reason)
         return was_up
 
-    def _set_up(self) -> None:
+    def _set_up(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        address, direct = self.worker.address, None
+        try:
+            direct = open_direct(address, metadata, self._max_message_bytes)
+        except OSError as error:
+            logger.warning("%s: no direct connection, gRPC is used: %s", self.describe(), error)
+        with self._lock:
+            self._direct = direct
         if self._down:
             logger.info("expert worker %s: stream is up again", self.worker.worker_id)
         self._down = ""
         self.suspect = False
 
+    def _take_bytes(self, message: bytes) -> None:
+        try:
+            response = pb.ForwardResponse.FromString(message)
+        except DecodeError as error:
+            with self._lock:
+                self._cut(f"{len(message)} bytes are not a reply: {error}")
+        else:
+            self._take(response)
+
     def _take(self, response: pb.ForwardResponse) -> None:
         received_s = time.monotonic()
         with self._lock:
             self.suspect = False
-            call = self._pending.pop(call_key(response.id), None)
+            call = self._pending.pop(CallId.of(response.id), None)
             if call is None or call.abandoned:
                 self.num_late_replies += 1
             if call is not None:
@@ -281,27 +350,20 @@ class ExpertStream:
                 logger.warning("%s: %s", self.describe(), reason)
             self._down = reason
             self._outbox = queue.SimpleQueue()
+            self._close_direct()
             failed = [*self._pending.values(), *self._waiting]
             self._pending.clear()
             self._waiting.clear()
             self._rows_in_flight = 0
             self._credits = self.worker.row_credits or DEFAULT_ROW_CREDITS
-            self._stuck = False
+            self._cut_reason = ""
         for call in failed:
             if not call.abandoned:
                 call.outcomes.put(Outcome(call, None, reason))
 
 
-def call_key(call_id: pb.CallId) -> CallKey:
-    """What a reply is matched by."""
-    return (
-        call_id.gateway,
-        call_id.epoch,
-        call_id.step,
-        call_id.layer,
-        call_id.micro_batch,
-        call_id.attempt,
-    )
+def _message_of(frame: RequestFrame) -> bytes:
+    return frame.message
 
 
 def describe_failure(error: grpc.RpcError) -> str:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from attention_worker.expert_routes import Routes
 from attention_worker.expert_stream import DEFAULT_ROW_CREDITS, ExpertStream
+from attention_worker.outcomes import Waiting
 from attention_worker.remote_call import Batch, RemoteCall
 from expert_worker.backend import ExpertBackend
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
-from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import fingerprint64, incarnation, max_message_bytes
+from expertmesh.wire_encode import CallId
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.router import Routing
 
@@ -134,6 +135,7 @@ class RemoteExperts:
         self._dtype: DtypeName = dtype
         self._own_id = incarnation()  # stands in for the gateway's until a map names that
         self._lock = threading.Lock()
+        self._waiting = Waiting()
         self._routes = Routes(ExpertMap.empty(config))
         self._pinned = self._routes
         self._retired: list[ExpertStream] = []
@@ -162,7 +164,7 @@ class RemoteExperts:
         """One message to each expert worker with rows; see ExpertClient."""
         routes = self._pinned
         deadline_s = min(deadline_s, time.monotonic() + _LONGEST_CALL_S)
-        call_id = pb.CallId(
+        call_id = CallId(
             gateway=routes.gateway or self._own_id,
             epoch=routes.expert_map.epoch,
             step=self._step,
@@ -179,7 +181,7 @@ class RemoteExperts:
             model_fingerprint=self._fingerprint,
             deadline_s=deadline_s,
         )
-        call = RemoteCall(batch, routes)
+        call = RemoteCall(batch, routes, self._waiting)
         call.start()
         return call
 

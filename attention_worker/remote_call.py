@@ -6,7 +6,6 @@ retry cannot touch it.
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,14 +17,22 @@ from torch import Tensor
 
 from attention_worker.expert_routes import Routes
 from attention_worker.expert_stream import Call, Outcome
+from attention_worker.outcomes import Outcomes, Waiting
 from expert_worker.backend import raw_array
 from expertmesh.errors import ExpertUnavailableError, WireError
 from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.wire import RawArray, all_finite, finite_rows
-from expertmesh.wire_forward import CallTarget, decode_outputs, encode_forward_request
+from expertmesh.wire_encode import CallId, CallTarget, RequestFrame
+from expertmesh.wire_forward import broken_outputs, view_outputs
 from expertmesh_kernels.combine import combine
-from expertmesh_kernels.dispatch import WorkerRows, plan_dispatch
+from expertmesh_kernels.dispatch import (
+    Bits,
+    WorkerRows,
+    as_bits,
+    gather_rows,
+    plan_dispatch,
+    scatter_rows,
+)
 from expertmesh_kernels.router import Routing
 
 # Answers after which this life of the expert worker is not asked again for a while.
@@ -43,7 +50,7 @@ _FIRST_TRY_SHARE = 1 / 3  # of the time, where another copy could be asked after
 class Batch:
     """What is dispatched: one micro-batch of one layer."""
 
-    call_id: pb.CallId
+    call_id: CallId
     """Identity of the first try."""
     hidden_TH: Tensor
     routing: Routing
@@ -60,21 +67,24 @@ class RemoteCall:
     Args:
         batch: What is sent.
         routes: The expert map of the step.
+        waiting: Where the model thread waits.
     """
 
-    def __init__(self, batch: Batch, routes: Routes) -> None:
+    def __init__(self, batch: Batch, routes: Routes, waiting: Waiting) -> None:
         self._batch = batch
         self._routes = routes
         self._layer = batch.call_id.layer
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()  # bounded by the calls
+        self._outcomes = Outcomes(waiting)
         self._open: set[Call] = set()
         self._num_attempts = 0
         self._tried: dict[int, set[int]] = {}  # expert to the expert workers that failed it
-        self._hidden_TH, self._broken_rows_T = _sendable(batch.hidden_TH, batch.dtype)
-        num_slots = batch.routing.topk_ids_TK.size
-        shape = (num_slots, batch.hidden_TH.shape[1])
+        num_rows, self._hidden_size = batch.hidden_TH.shape
+        self._hidden_TH = self._bits(batch.hidden_TH.detach().cpu().contiguous())
+        self._broken_T = np.zeros(num_rows, np.bool_)
+        self._has_broken_rows = False
+        shape = (batch.routing.topk_ids_TK.size, self._hidden_size)
         self._outputs_SH = torch.empty(shape, dtype=batch.hidden_TH.dtype)
-        self._raw_outputs_SH = raw_array(self._outputs_SH)
+        self._row_bytes = self._hidden_size * self._outputs_SH.element_size()
 
     def start(self) -> None:
         """Sends one message to each expert worker with rows; does not wait.
@@ -102,8 +112,8 @@ class RemoteCall:
                 self._routes.streams[call.rows.worker].abandon(call)
         outputs_SH = self._outputs_SH.to(self._batch.hidden_TH.device)
         combined_TH = combine(outputs_SH, self._batch.routing.topk_weights_TK)
-        if self._broken_rows_T is not None:
-            combined_TH[torch.from_numpy(self._broken_rows_T)] = torch.nan
+        if self._has_broken_rows:
+            combined_TH[torch.from_numpy(self._broken_T)] = torch.nan
         return combined_TH
 
     # --- sending ---
@@ -112,30 +122,40 @@ class RemoteCall:
         """Sends the pairs of all experts that have a worker (>= 0)."""
         routing, generated = self._batch.routing, self._batch.num_generated_rows
         for rows in plan_dispatch(routing.topk_ids_TK, worker_of_expert_E, generated):
-            if rows.worker >= 0:
-                self._send_rows(rows)
+            self._send_rows(rows)
         self._num_attempts += 1
 
     def _send_rows(self, rows: WorkerRows) -> None:
         stream = self._routes.streams[rows.worker]
         now_s = time.monotonic()
         limit_s = self._limit_s(rows, now_s)
-        call_id = pb.CallId()
-        call_id.CopyFrom(self._batch.call_id)
-        call_id.attempt = self._num_attempts
-        hidden_TH = self._hidden_TH
-        is_all = len(rows.row_ids_R) == len(hidden_TH)
-        request = encode_forward_request(
+        call_id = self._batch.call_id._replace(attempt=self._num_attempts)
+        frame = RequestFrame(
             call_id,
             CallTarget(stream.worker.incarnation, self._batch.model_fingerprint),
-            hidden_TH if is_all else hidden_TH[rows.row_ids_R],
-            self._batch.dtype,
             rows,
+            self._hidden_size,
+            self._batch.dtype,
             time_left_us=max(1, int((limit_s - now_s) * 1e6)),
         )
-        call = Call(request, rows, limit_s, self._outcomes)
+        self._write_rows(rows, frame)
+        call = Call(call_id, frame, rows, limit_s, self._outcomes)
         self._open.add(call)
         stream.submit(call)
+
+    def _write_rows(self, rows: WorkerRows, frame: RequestFrame) -> None:
+        """A row that is not finite harms its own request only: zeros travel, and NaN is its result,
+        as it would be with the experts in this process.
+        """
+        dtype = self._batch.dtype
+        target_RH = as_bits(frame.rows_RH, dtype)
+        if not gather_rows(self._hidden_TH, rows.row_ids_R, dtype, target_RH, self._broken_T):
+            self._has_broken_rows = True
+        frame.finish()
+
+    def _bits(self, tensor: Tensor) -> Bits:
+        """The memory of a contiguous tensor on the host."""
+        return as_bits(raw_array(tensor), self._batch.dtype)
 
     def _limit_s(self, rows: WorkerRows, now_s: float) -> float:
         """All the time there is, unless another copy could be asked afterwards."""
@@ -152,12 +172,12 @@ class RemoteCall:
     def _next_outcome(self) -> Outcome:
         """The next outcome; of the call that is due first, at the latest when it is due."""
         due = min(self._open, key=lambda call: call.limit_s)
-        left_s = max(0.0, due.limit_s - time.monotonic())
-        try:
-            return self._outcomes.get(timeout=left_s)
-        except queue.Empty:
-            self._routes.streams[due.rows.worker].abandon(due)
-            return Outcome(due, None, "no answer in time")
+        while (left_s := due.limit_s - time.monotonic()) > 0:
+            outcome = self._outcomes.get(self._routes.streams, left_s)
+            if outcome is not None:
+                return outcome
+        self._routes.streams[due.rows.worker].abandon(due)
+        return Outcome(due, None, "no answer in time")
 
     def _take(self, outcome: Outcome) -> None:
         call = outcome.call
@@ -174,22 +194,25 @@ class RemoteCall:
                 if error.code in _FINAL_CODES:
                     stream.refuse(reason)
             else:
-                stream.count_answer(call, outcome.response)
+                num_bytes = len(call.rows.expert_ids_N) * self._row_bytes
+                stream.count_answer(call, outcome.response, num_bytes)
                 return
         stream.count_fault(reason)
         self._retry(call, reason)
 
     def _place(self, call: Call, response: pb.ForwardResponse) -> None:
         """Checks the outputs and puts them where they belong. Raises WireError."""
-        shape = (len(call.rows.expert_ids_N), self._hidden_TH.shape[1])
-        outputs_NH = decode_outputs(response, shape, self._batch.dtype)
+        shape = (len(call.rows.expert_ids_N), self._hidden_size)
+        outputs_NH = view_outputs(response, shape, self._batch.dtype)
         expected = self._routes.streams[call.rows.worker].worker.incarnation
         if response.incarnation != expected:
             raise WireError(
                 pb.ForwardError.CODE_STALE_INCARNATION,
                 f"incarnation of the reply is {response.incarnation:#x}, expected {expected:#x}",
             )
-        self._raw_outputs_SH[call.rows.slot_ids_N] = outputs_NH
+        dtype, out_SH = self._batch.dtype, self._bits(self._outputs_SH)
+        if not scatter_rows(as_bits(outputs_NH, dtype), call.rows.slot_ids_N, dtype, out_SH):
+            raise broken_outputs()
 
     def _retry(self, call: Call, reason: str) -> None:
         """Sends the rows of a failed call to other copies of its experts."""
@@ -205,18 +228,3 @@ class RemoteCall:
 def pairs(layer: int, experts: Iterable[int]) -> list[tuple[int, int]]:
     """(layer, expert) pairs."""
     return [(layer, expert) for expert in experts]
-
-
-def _sendable(hidden_TH: Tensor, dtype: DtypeName) -> tuple[RawArray, npt.NDArray[np.bool_] | None]:
-    """Hidden states as they travel, and which rows are not finite, if any.
-
-    A row that is not finite must harm its own request only: zeros travel in its place, and its
-    result is NaN, as it would be with the experts in this process.
-    """
-    raw_TH = raw_array(hidden_TH.detach().cpu().contiguous())
-    if all_finite(raw_TH, dtype):
-        return raw_TH, None
-    broken_T = ~finite_rows(raw_TH, dtype)
-    raw_TH = raw_TH.copy()
-    raw_TH[broken_T] = 0
-    return raw_TH, broken_T

@@ -1,12 +1,11 @@
 """The gRPC server of an expert worker: from an open checkpoint to the end of a drain.
 
-Threads: gRPC's pool (`expert-rpc`, one thread an open RPC), those of `Maintenance`, `metrics`.
-`stop` ends all of them.
+Threads: gRPC's pool (`expert-rpc`, one thread an open RPC), those of `DirectServer` and of
+`Maintenance`, `metrics`. `stop` ends all of them.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -16,6 +15,14 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from expert_worker.backend import ExpertBackend
+from expert_worker.direct_server import (
+    DirectOffers,
+    DirectServer,
+    NoDirectServer,
+    address_of,
+    bind,
+    port_error,
+)
 from expert_worker.maintenance import Maintenance
 from expert_worker.servicer import ExpertServicer
 from expert_worker.state import WorkerIdentity, WorkerState
@@ -24,6 +31,7 @@ from expertmesh.errors import PortError
 from expertmesh.grpc_options import server_options
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, max_message_bytes, receiver
+from expertmesh.wire_encode import join_message
 
 SERVICE = "expertmesh.v1.ExpertService"
 _SPARE_THREADS = 8  # health checks, orders and refusals beside the long-lived streams
@@ -42,22 +50,35 @@ class ExpertServer:
         host: Address to bind.
         port: Port to bind; 0 picks a free one.
         max_streams: Attention workers at a time, and gateways that watch.
+        direct_port: Of direct connections; 0 picks a free one, None for gRPC alone.
 
     Raises:
-        PortError: The address cannot be bound.
+        PortError: An address cannot be bound.
     """
 
     def __init__(
-        self, store: ExpertStore, identity: WorkerIdentity, host: str, port: int, max_streams: int
+        self,
+        store: ExpertStore,
+        identity: WorkerIdentity,
+        host: str,
+        port: int,
+        max_streams: int,
+        *,
+        direct_port: int | None = 0,
     ) -> None:
         self.backend = ExpertBackend(store)
         self.state = WorkerState(identity, store)
         self._maintenance = Maintenance(self.state)
         self._health = health.HealthServicer()
-        servicer = ExpertServicer(self.state, self.backend, self._maintenance, max_streams)
+        limit = max_message_bytes(store.config, store.dtype, identity.row_credits)
+        self._direct: DirectOffers = NoDirectServer()
+        if direct_port is not None:
+            self._direct = DirectServer(host, direct_port, limit)
+        servicer = ExpertServicer(
+            self.state, self.backend, self._maintenance, max_streams, self._direct
+        )
         num_threads = 2 * max_streams + _SPARE_THREADS
         self._pool = ThreadPoolExecutor(num_threads, "expert-rpc")
-        limit = max_message_bytes(store.config, store.dtype, identity.row_credits)
         self._server = grpc.server(
             self._pool,
             options=server_options(limit),
@@ -67,10 +88,16 @@ class ExpertServer:
         self._server.add_generic_rpc_handlers((_handlers(servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._set_health(_NOT_SERVING)
-        self.port = _bind(self._server, host, port)
+        self._answer = servicer.answer
+        try:
+            self.port = _bind(self._server, host, port)
+        except PortError:
+            self._direct.stop()
+            raise
 
     def start(self) -> None:
         """Answers from now on."""
+        self._direct.serve(self._answer)
         self._server.start()
 
     def set_ready(self) -> None:
@@ -91,6 +118,7 @@ class ExpertServer:
         self.state.stop()
         self._health.enter_graceful_shutdown()
         self._server.stop(_LAST_WORDS_S).wait(2.0)
+        self._direct.stop()
         self._maintenance.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -114,7 +142,7 @@ def _handlers(servicer: ExpertServicer) -> grpc.GenericRpcHandler:
         SERVICE,
         {
             "Forward": grpc.stream_stream_rpc_method_handler(
-                servicer.forward, receiver(pb.ForwardRequest), _to_bytes
+                servicer.forward, receiver(pb.ForwardRequest), join_message
             ),
             "Watch": stream_out(servicer.watch, pb.WatchRequest),
             "LoadExperts": stream_out(servicer.load_experts, pb.LoadExpertsRequest),
@@ -130,15 +158,8 @@ def _to_bytes(message: Message) -> bytes:
 
 def _bind(server: grpc.Server, host: str, port: int) -> int:
     """Binds; the port. A plain socket tries first, as gRPC would log its own lines."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    bind(host, port).close()
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-        return server.add_insecure_port(address)
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PortError(
-            f"cannot listen on {address}: {reason}", fix="choose another --host or --port"
-        ) from error
+        return server.add_insecure_port(address_of(host, port))
+    except RuntimeError as error:
+        raise port_error(host, port, str(error)) from error

@@ -1,8 +1,9 @@
 """ExpertService: calls of attention workers, state and orders of gateways.
 
 Threads: each open RPC has one thread of the server's pool. A Forward stream answers one message at
-a time in its thread; streams meet at the device lock of the backend. What a peer sends can end its
-own RPC at most: a wrong ForwardRequest is answered with a ForwardError and the stream goes on.
+a time in its thread, and its direct connection likewise in one of its own; all meet at the backend.
+What a peer sends can end its own RPC at most: a wrong ForwardRequest is answered with a
+ForwardError and the stream goes on.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from collections.abc import Iterable, Iterator
 from typing import NoReturn, TypeVar
 
 import grpc
-import numpy as np
+import torch
 from google.protobuf.message import Message
+from torch import Tensor
 
 from expert_worker.backend import ExpertBackend, raw_array
+from expert_worker.direct_server import DirectOffers
 from expert_worker.maintenance import Event, Maintenance
 from expert_worker.state import WorkerState, elapsed_us, remaining, time_left_deadline
 from expertmesh.errors import ExpertUnavailableError, WireError
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.wire import Received, invalid, write_tensor
-from expertmesh.wire_forward import ForwardCall, ForwardLimits, decode_forward_request
-from expertmesh_kernels.host import TORCH_DTYPES, to_torch
+from expertmesh.wire import Received, invalid
+from expertmesh.wire_encode import Parts, ReplyHead, encode_reply, frame_of
+from expertmesh.wire_forward import ForwardCall, ForwardLimits, check_rows, view_forward_request
+from expertmesh_kernels.dispatch import CallRows, as_bits, unpack_call
+from expertmesh_kernels.host import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +53,22 @@ class ExpertServicer:
         backend: Its device.
         maintenance: Loads and unloads.
         max_streams: Forward streams at a time, and as many Watch streams.
+        direct: Offers direct connections.
     """
 
     def __init__(
-        self, state: WorkerState, backend: ExpertBackend, maintenance: Maintenance, max_streams: int
+        self,
+        state: WorkerState,
+        backend: ExpertBackend,
+        maintenance: Maintenance,
+        max_streams: int,
+        direct: DirectOffers,
     ) -> None:
         self._state = state
         self._backend = backend
         self._maintenance = maintenance
         self._max_streams = max_streams
+        self._direct = direct
         self._watches = threading.BoundedSemaphore(max_streams)
         self._limits = ForwardLimits.of(
             state.store.config,
@@ -70,55 +82,50 @@ class ExpertServicer:
 
     def forward(
         self, requests: Iterator[Received[pb.ForwardRequest]], context: grpc.ServicerContext
-    ) -> Iterator[pb.ForwardResponse]:
+    ) -> Iterator[Parts]:
         """Answers every message of a stream, in order."""
         if not self._state.open_stream(self._max_streams):
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._max_streams} streams are open already"
             )
         try:
-            context.send_initial_metadata(())  # tells the client that the stream is up
-            for received in requests:
-                yield self.answer(received)
+            with self._direct.offer() as metadata:
+                context.send_initial_metadata(metadata)  # tells the client that the stream is up
+                for received in requests:
+                    yield self.answer(received)
         finally:
             self._state.close_stream()
 
-    def answer(self, received: Received[pb.ForwardRequest]) -> pb.ForwardResponse:
-        """Outputs or an error, with the id echoed. Never raises."""
-        response = pb.ForwardResponse(
-            incarnation=self._state.identity.incarnation,
-            row_credits=self._state.identity.row_credits,
-        )
+    def answer(self, received: Received[pb.ForwardRequest]) -> Parts:
+        """A framed ForwardResponse: outputs or an error, with the id echoed. Never raises."""
         try:
-            self._answer(received, response)
+            return self._answer(received)
         except WireError as error:
-            self._refuse(response, error)
+            return self._refuse(received, error)
         except Exception as error:
             logger.exception("a call failed")
             reason = f"{type(error).__name__}: {error}"
-            self._refuse(response, WireError(pb.ForwardError.CODE_INTERNAL, reason))
-        return response
+            return self._refuse(received, WireError(pb.ForwardError.CODE_INTERNAL, reason))
 
-    def _answer(self, received: Received[pb.ForwardRequest], response: pb.ForwardResponse) -> None:
+    def _answer(self, received: Received[pb.ForwardRequest]) -> Parts:
         message = received.message
         if message is None:
             raise invalid(received.error)
-        if message.HasField("id"):
-            response.id.CopyFrom(message.id)
-        call = decode_forward_request(message, self._limits)
+        call = view_forward_request(message, self._limits)
+        x_RH, rows = unpack_rows(call, self._limits)
         self._state.begin_call()
         try:
-            self._compute(call, received.received_s, response)
+            return self._compute(call, x_RH, rows, received.received_s, message.id)
         finally:
             self._state.end_call()
 
-    def _compute(self, call: ForwardCall, received_s: float, response: pb.ForwardResponse) -> None:
-        experts_N = call.expert_ids_N.astype(np.int64)
-        x_RH = to_torch(call.hidden_RH, call.dtype, TORCH_DTYPES[call.dtype])
+    def _compute(
+        self, call: ForwardCall, x_RH: Tensor, rows: CallRows, received_s: float, call_id: pb.CallId
+    ) -> Parts:
         deadline_s = time_left_deadline(received_s, call.time_left_us)
         try:
             result = self._backend.run(
-                call.layer, x_RH, call.row_of_pair_N(), experts_N, deadline_s=deadline_s
+                call.layer, x_RH, rows.row_of_pair_N, rows.expert_of_pair_N, deadline_s=deadline_s
             )
         except ExpertUnavailableError as error:
             ids = [expert for _, expert in error.missing]
@@ -129,18 +136,31 @@ class ExpertServicer:
                 pb.ForwardError.CODE_DEADLINE_EXCEEDED,
                 f"time_left_us is {call.time_left_us}, used up before the computation started",
             ) from error
-        response.queue_us = elapsed_us(time.monotonic() - received_s - result.compute_s)
-        response.compute_us = elapsed_us(result.compute_s)
-        write_tensor(
-            response.outputs, raw_array(result.outputs_NH), call.dtype, crc=call.want_crc32
+        compute_us = elapsed_us(result.compute_s)
+        head = ReplyHead(
+            call_id.SerializeToString(),
+            self._state.identity.incarnation,
+            elapsed_us(time.monotonic() - received_s - result.compute_s),
+            compute_us,
+            self._state.identity.row_credits,
         )
-        self._state.count_answer(call.layer, call.num_rows, experts_N, response.compute_us)
+        outputs_NH = raw_array(result.outputs_NH)
+        parts = encode_reply(head, outputs_NH, self._limits.dtype, crc=call.want_crc32)
+        self._state.count_answer(call.layer, call.num_rows, rows.expert_of_pair_N, compute_us)
+        return parts
 
-    def _refuse(self, response: pb.ForwardResponse, error: WireError) -> None:
+    def _refuse(self, received: Received[pb.ForwardRequest], error: WireError) -> Parts:
         self._state.count_error()
+        response = pb.ForwardResponse(
+            incarnation=self._state.identity.incarnation,
+            row_credits=self._state.identity.row_credits,
+        )
+        if received.message is not None and received.message.HasField("id"):
+            response.id.CopyFrom(received.message.id)
         response.error.code = error.code
         response.error.message = str(error)
         response.error.expert_ids.extend(error.expert_ids)
+        return frame_of(response.SerializeToString())
 
     # --- Watch ---
 
@@ -222,6 +242,24 @@ class ExpertServicer:
             if not remaining(deadline_s) or not context.is_active():
                 return
         yield pb.DrainResponse(drained=True)
+
+
+def unpack_rows(call: ForwardCall, limits: ForwardLimits) -> tuple[Tensor, CallRows]:
+    """Hidden states in the dtype of the model, and the pairs, of a call that is all right.
+
+    Raises:
+        WireError: What is wrong with it.
+    """
+    dtype = limits.dtype
+    x_RH = torch.empty(call.hidden_RH.shape, dtype=TORCH_DTYPES[dtype])
+    rows = unpack_call(
+        as_bits(call.hidden_RH, dtype), call.row_offsets, call.expert_ids_N,
+        call.gate.num_experts, call.gate.top_k, dtype, as_bits(raw_array(x_RH), dtype),
+    )  # fmt: skip
+    if rows is None:
+        check_rows(call)
+        raise AssertionError("the kernel refused a call that is all right")
+    return x_RH, rows
 
 
 T = TypeVar("T", bound=Message)

@@ -65,7 +65,12 @@ class ExpertWorker:
             row_credits=settings.row_credits,
         )
         self.server = ExpertServer(
-            self.store, identity, settings.host, settings.port, settings.max_streams
+            self.store,
+            identity,
+            settings.host,
+            settings.port,
+            settings.max_streams,
+            direct_port=settings.direct_port if settings.direct_port >= 0 else None,
         )
         self._metrics = None
         if metrics_port is not None:

@@ -249,6 +249,9 @@ class ExpertWorkerOptions(Settings):
     """Attention workers that may be connected at a time."""
     row_credits: int = 4096
     """Token rows that one attention worker may have in flight here; bounds the memory."""
+    direct_port: int = 0
+    """Port of direct connections: rows travel over plain TCP instead of gRPC, where attention
+    workers can reach it; 0 picks a free one, -1 offers none."""
     drain_grace_s: float = 1.0
     """Seconds for calls in flight when the process is told to stop."""
     threads: int | None = None
@@ -260,6 +263,7 @@ class ExpertWorkerOptions(Settings):
         """Checks the ranges."""
         check_host(self.host)
         check_port("port", self.port)
+        check_int("direct_port", self.direct_port, -1, 65_535)
         check_int("max_streams", self.max_streams, 1, 4096)
         check_int("row_credits", self.row_credits, 1, 2**24)
         check_float("drain_grace_s", self.drain_grace_s, 0.0, 3600.0)

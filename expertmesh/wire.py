@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,22 @@ NUMPY_DTYPES: Mapping[DtypeName, np.dtype[np.number]] = {
     "bfloat16": np.dtype(np.uint16),
     "float16": np.dtype(np.float16),
 }
-_DTYPE_NAMES: Mapping[int, DtypeName] = {code: name for name, code in DTYPE_CODES.items()}
+WireDtype = Literal[DtypeName, "int8"]
+"""How hidden states may travel; int8 with a scale per row."""
+
+WIRE_CODES: Mapping[WireDtype, pb.Dtype] = {
+    "float32": pb.DTYPE_FLOAT32,
+    "bfloat16": pb.DTYPE_BFLOAT16,
+    "float16": pb.DTYPE_FLOAT16,
+    "int8": pb.DTYPE_INT8,
+}
+WIRE_NUMPY: Mapping[WireDtype, np.dtype[np.number]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+}
+_WIRE_NAMES: Mapping[int, WireDtype] = {code: name for name, code in WIRE_CODES.items()}
 _EXPONENT_BITS: Mapping[DtypeName, int] = {
     "float32": 0x7F80_0000,
     "bfloat16": 0x7F80,
@@ -50,6 +65,7 @@ _EXPONENT_BITS: Mapping[DtypeName, int] = {
 _MAX_MESSAGE_BYTES = 2**31 - 1  # gRPC's limits are signed 32-bit
 _MESSAGE_OVERHEAD_BYTES = 64 * 1024  # ids, shapes, error texts
 UINT32 = np.dtype("<u4")
+SCALE = np.dtype("<f4")
 
 
 def incarnation() -> int:
@@ -105,7 +121,7 @@ def write_tensor(
         message.crc32 = zlib.crc32(data)
 
 
-def decode_tensor(message: pb.Tensor, where: str) -> tuple[RawArray, DtypeName]:
+def decode_tensor(message: pb.Tensor, where: str) -> tuple[RawArray, WireDtype]:
     """A read-only view of a tensor message.
 
     Args:
@@ -115,16 +131,18 @@ def decode_tensor(message: pb.Tensor, where: str) -> tuple[RawArray, DtypeName]:
     Raises:
         WireError: INVALID_ARGUMENT for dtype, shape or length; DATA_LOSS for a wrong CRC-32.
     """
-    dtype = _DTYPE_NAMES.get(message.dtype)
+    dtype = _WIRE_NAMES.get(message.dtype)
     if dtype is None:
-        names = ", ".join(pb.Dtype.Name(code) for code in _DTYPE_NAMES)
+        names = ", ".join(pb.Dtype.Name(code) for code in _WIRE_NAMES)
         raise invalid(f"{where}.dtype is {message.dtype}, expected one of {names}")
-    if message.row_scales:
-        raise invalid(
-            f"{where}.row_scales has {len(message.row_scales)} bytes, expected none with {dtype}"
-        )
     shape = tuple(message.shape)
-    num_bytes = prod(shape) * NUMPY_DTYPES[dtype].itemsize  # Python integers: cannot overflow
+    num_scales = shape[0] * SCALE.itemsize if dtype == "int8" and shape else 0
+    if len(message.row_scales) != num_scales:
+        raise invalid(
+            f"{where}.row_scales has {len(message.row_scales)} bytes, "
+            f"expected {num_scales or 'none'} with {dtype}"
+        )
+    num_bytes = prod(shape) * WIRE_NUMPY[dtype].itemsize  # Python integers: cannot overflow
     data = message.data
     if len(data) != num_bytes:
         raise invalid(
@@ -136,8 +154,24 @@ def decode_tensor(message: pb.Tensor, where: str) -> tuple[RawArray, DtypeName]:
             pb.ForwardError.CODE_DATA_LOSS,
             f"{where}.data has CRC-32 {zlib.crc32(data):#010x}, expected {message.crc32:#010x}",
         )
-    array = np.frombuffer(data, dtype=NUMPY_DTYPES[dtype])
+    array = np.frombuffer(data, dtype=WIRE_NUMPY[dtype])
     return array.reshape(shape), dtype
+
+
+def decode_scales(message: pb.Tensor, where: str) -> npt.NDArray[np.float32]:
+    """[R] scales of the rows of an int8 tensor, a read-only view; empty for other types.
+
+    Raises:
+        WireError: INVALID_ARGUMENT for a scale that is negative, NaN or infinite.
+    """
+    scales_R = np.frombuffer(message.row_scales, dtype=SCALE)
+    wrong = np.flatnonzero(~((scales_R >= 0) & (scales_R < np.inf)))
+    if wrong.size:
+        row = int(wrong[0])
+        raise invalid(
+            f"{where}.row_scales has {scales_R[row]} at row {row}, expected finite numbers from 0"
+        )
+    return scales_R
 
 
 def all_finite(array: RawArray, dtype: DtypeName) -> bool:

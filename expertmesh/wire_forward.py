@@ -1,4 +1,4 @@
-"""The messages of `ExpertService.Forward`: calls and replies, encoded and checked.
+"""The messages of `ExpertService.Forward`, checked; `expertmesh.wire_encode` writes them.
 
 Used by both ends. Every check comes before any allocation that a peer could choose the size of,
 and raises a `WireError` that names field, value and expectation. Arrays are read-only views.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +18,16 @@ from expertmesh.errors import WireError
 from expertmesh.model_config import DtypeName, GateConfig, ModelConfig
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import (
-    DTYPE_CODES,
     UINT32,
+    WIRE_CODES,
     RawArray,
+    WireDtype,
     all_finite,
+    decode_scales,
     decode_tensor,
     fingerprint64,
     finite_rows,
     invalid,
-    write_tensor,
 )
 
 
@@ -38,6 +38,7 @@ class ForwardLimits:
     incarnation: int
     model_fingerprint: int
     dtype: DtypeName
+    """Of computation and of outputs."""
     hidden_size: int
     num_layers: int
     gates: Mapping[int, GateConfig]
@@ -65,14 +66,25 @@ class ForwardLimits:
             max_rows=max_rows,
         )
 
+    @property
+    def wire_dtypes(self) -> tuple[WireDtype, ...]:
+        """How hidden states may travel: as they are, or in fewer bytes."""
+        narrower: tuple[WireDtype, ...] = ("bfloat16",) if self.dtype == "float32" else ()
+        return (self.dtype, *narrower, "int8")
+
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """A checked ForwardRequest. The arrays are read-only views of the message."""
+    """A ForwardRequest. The arrays are read-only views of the message."""
 
     layer: int
+    gate: GateConfig
+    """Of the layer."""
     hidden_RH: RawArray
-    dtype: DtypeName
+    dtype: WireDtype
+    """Of the hidden states."""
+    scales_R: npt.NDArray[np.float32]
+    """[R] if they are int8, else empty."""
     row_offsets: npt.NDArray[np.uint32]
     """[R + 1] CSR offsets into expert_ids_N, strictly increasing from 0."""
     expert_ids_N: npt.NDArray[np.uint32]
@@ -96,86 +108,63 @@ class ForwardCall:
         return np.repeat(np.arange(self.num_rows, dtype=np.int64), np.diff(self.row_offsets))
 
 
-class RowsToSend(Protocol):
-    """The routing part of a call, as the dispatch plan has it."""
-
-    @property
-    def row_offsets(self) -> npt.NDArray[np.uint32]:
-        """[R + 1] CSR offsets."""
-
-    @property
-    def expert_ids_N(self) -> npt.NDArray[np.uint32]:
-        """[N] expert of each pair, strictly increasing within a row."""
-
-    @property
-    def num_generated_rows(self) -> int:
-        """Leading rows that belong to generated tokens."""
-
-
-@dataclass(frozen=True)
-class CallTarget:
-    """Whom a call is meant for."""
-
-    incarnation: int
-    model_fingerprint: int
-
-
-def encode_forward_request(
-    call_id: pb.CallId,
-    target: CallTarget,
-    hidden_RH: RawArray,
-    dtype: DtypeName,
-    rows: RowsToSend,
-    *,
-    time_left_us: int = 0,
-    crc: bool = False,
-) -> pb.ForwardRequest:
-    """A ForwardRequest; `hidden_RH` holds exactly the rows of `rows`, each once."""
-    message = pb.ForwardRequest(
-        id=call_id,
-        incarnation=target.incarnation,
-        model_fingerprint=target.model_fingerprint,
-        row_offsets=rows.row_offsets.tobytes(),
-        expert_ids=rows.expert_ids_N.tobytes(),
-        num_generated_rows=rows.num_generated_rows,
-        time_left_us=min(time_left_us, 2**32 - 1),
-        want_crc32=crc,
-    )
-    write_tensor(message.hidden_states, hidden_RH, dtype, crc=crc)
-    return message
-
-
 def decode_forward_request(message: pb.ForwardRequest, limits: ForwardLimits) -> ForwardCall:
     """A checked call: everything but whether the experts are resident.
 
     Raises:
         WireError: With the code to answer and a message that names field, value and expectation.
     """
+    call = view_forward_request(message, limits)
+    check_rows(call)
+    return call
+
+
+def view_forward_request(message: pb.ForwardRequest, limits: ForwardLimits) -> ForwardCall:
+    """A call of which everything is checked but what is in its rows and pairs.
+
+    Raises:
+        WireError: As `decode_forward_request`.
+    """
     gate = _check_address(message, limits)
     hidden_RH, dtype = _decode_hidden_states(message.hidden_states, limits)
     num_rows = hidden_RH.shape[0]
-    offsets = _decode_row_offsets(message.row_offsets, num_rows)
-    expert_ids_N = _decode_expert_ids(message.expert_ids, offsets, gate)
+    offsets = _view_uint32("row_offsets", message.row_offsets, num_rows + 1, f"{num_rows} rows")
+    num_pairs = int(offsets[-1])
+    expert_ids_N = _view_uint32(
+        "expert_ids", message.expert_ids, num_pairs, f"{num_pairs} pairs, the last of row_offsets"
+    )
     if message.num_generated_rows > num_rows:
         raise invalid(
             f"num_generated_rows is {message.num_generated_rows}, expected at most {num_rows} rows"
         )
-    if not all_finite(hidden_RH, dtype):
-        row = int(np.flatnonzero(~finite_rows(hidden_RH, dtype))[0])
-        raise WireError(
-            pb.ForwardError.CODE_NONFINITE_INPUT,
-            f"hidden_states row {row} has a NaN or infinite element, expected finite ones",
-        )
     return ForwardCall(
         layer=message.id.layer,
+        gate=gate,
         hidden_RH=hidden_RH,
         dtype=dtype,
+        scales_R=decode_scales(message.hidden_states, "hidden_states"),
         row_offsets=offsets,
         expert_ids_N=expert_ids_N,
         num_generated_rows=message.num_generated_rows,
         time_left_us=message.time_left_us,
         want_crc32=message.want_crc32,
     )
+
+
+def check_rows(call: ForwardCall) -> None:
+    """Checks what is in the rows and pairs of a call, and names what is wrong.
+
+    Raises:
+        WireError: As `decode_forward_request`.
+    """
+    _check_row_offsets(call.row_offsets)
+    _check_expert_ids(call.expert_ids_N, call.row_offsets, call.gate)
+    if call.dtype != "int8" and not all_finite(call.hidden_RH, call.dtype):
+        row = int(np.flatnonzero(~finite_rows(call.hidden_RH, call.dtype))[0])
+        raise WireError(
+            pb.ForwardError.CODE_NONFINITE_INPUT,
+            f"hidden_states row {row} has a NaN or infinite element, expected finite ones",
+        )
 
 
 def _check_address(message: pb.ForwardRequest, limits: ForwardLimits) -> GateConfig:
@@ -201,7 +190,7 @@ def _check_address(message: pb.ForwardRequest, limits: ForwardLimits) -> GateCon
     return gate
 
 
-def _decode_hidden_states(message: pb.Tensor, limits: ForwardLimits) -> tuple[RawArray, DtypeName]:
+def _decode_hidden_states(message: pb.Tensor, limits: ForwardLimits) -> tuple[RawArray, WireDtype]:
     shape = tuple(message.shape)
     if len(shape) != 2 or shape[1] != limits.hidden_size:
         raise invalid(
@@ -213,19 +202,20 @@ def _decode_hidden_states(message: pb.Tensor, limits: ForwardLimits) -> tuple[Ra
             f"hidden_states has {shape[0]} rows, expected at most the {limits.max_rows} row "
             "credits of a stream",
         )
-    if message.dtype != DTYPE_CODES[limits.dtype]:
-        raise invalid(
-            f"hidden_states.dtype is {message.dtype}, "
-            f"expected {DTYPE_CODES[limits.dtype]} ({limits.dtype})"
-        )
+    if message.dtype not in (WIRE_CODES[dtype] for dtype in limits.wire_dtypes):
+        accepted = ", ".join(f"{WIRE_CODES[dtype]} ({dtype})" for dtype in limits.wire_dtypes)
+        raise invalid(f"hidden_states.dtype is {message.dtype}, expected one of {accepted}")
     return decode_tensor(message, "hidden_states")
 
 
-def _decode_row_offsets(data: bytes, num_rows: int) -> npt.NDArray[np.uint32]:
-    expected = (num_rows + 1) * UINT32.itemsize
+def _view_uint32(field: str, data: bytes, count: int, what: str) -> npt.NDArray[np.uint32]:
+    expected = count * UINT32.itemsize
     if len(data) != expected:
-        raise invalid(f"row_offsets has {len(data)} bytes, expected {expected} for {num_rows} rows")
-    offsets = np.frombuffer(data, dtype=UINT32)
+        raise invalid(f"{field} has {len(data)} bytes, expected {expected} for {what}")
+    return np.frombuffer(data, dtype=UINT32)
+
+
+def _check_row_offsets(offsets: npt.NDArray[np.uint32]) -> None:
     if offsets[0] != 0:
         raise invalid(f"row_offsets starts with {offsets[0]}, expected 0")
     falling = np.flatnonzero(offsets[1:] <= offsets[:-1])
@@ -235,21 +225,13 @@ def _decode_row_offsets(data: bytes, num_rows: int) -> npt.NDArray[np.uint32]:
             f"row_offsets has {offsets[row + 1]} after {offsets[row]} at row {row}, expected "
             "strictly increasing values"
         )
-    return offsets
 
 
-def _decode_expert_ids(
-    data: bytes, offsets: npt.NDArray[np.uint32], gate: GateConfig
-) -> npt.NDArray[np.uint32]:
-    num_pairs = int(offsets[-1])
-    if len(data) != num_pairs * UINT32.itemsize:
-        raise invalid(
-            f"expert_ids has {len(data)} bytes, expected {num_pairs * UINT32.itemsize} for "
-            f"{num_pairs} pairs, the last of row_offsets"
-        )
-    expert_ids = np.frombuffer(data, dtype=UINT32)
-    if not num_pairs:
-        return expert_ids
+def _check_expert_ids(
+    expert_ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.uint32], gate: GateConfig
+) -> None:
+    if not expert_ids.size:
+        return
     if int(expert_ids.max()) >= gate.num_experts:
         raise invalid(
             f"expert_ids has {int(expert_ids.max())}, expected ids below {gate.num_experts}"
@@ -267,21 +249,18 @@ def _decode_expert_ids(
             f"expert_ids has {expert_ids[pair + 1]} after {expert_ids[pair]} at pair {pair}, "
             "expected strictly increasing ids within a row"
         )
-    return expert_ids
 
 
 # --- Forward replies ------------------------------------------------------------------------------
 
 
-def decode_outputs(
-    message: pb.ForwardResponse, shape: tuple[int, int], dtype: DtypeName
-) -> RawArray:
-    """The outputs of a reply, [N, H], a read-only view.
+def view_outputs(message: pb.ForwardResponse, shape: tuple[int, int], dtype: DtypeName) -> RawArray:
+    """The outputs of a reply, [N, H], a read-only view; elements may be NaN or infinite.
 
     Args:
         message: A reply whose id was matched already.
         shape: Pairs of the call, hidden size.
-        dtype: Type of the call's hidden states.
+        dtype: Of the model.
 
     Raises:
         WireError: The reply's own error, or what is wrong with the outputs.
@@ -296,9 +275,12 @@ def decode_outputs(
         raise invalid(
             f"outputs are {list(outputs_NH.shape)} of {got}, expected {list(shape)} of {dtype}"
         )
-    if not all_finite(outputs_NH, dtype):
-        raise WireError(
-            pb.ForwardError.CODE_DATA_LOSS,
-            "outputs have a NaN or infinite element, expected finite ones",
-        )
     return outputs_NH
+
+
+def broken_outputs() -> WireError:
+    """The error for outputs that are not finite."""
+    return WireError(
+        pb.ForwardError.CODE_DATA_LOSS,
+        "outputs have a NaN or infinite element, expected finite ones",
+    )

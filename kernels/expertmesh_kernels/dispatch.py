@@ -1,14 +1,41 @@
-"""Which rows go to which expert worker. T tokens, K top-k, E experts, N (token, expert) pairs.
+"""Which rows go to which expert worker, and rows moved into messages and out of them.
 
-Runs on the host in NumPy: no loop over tokens or experts, one over expert workers.
+T tokens, K top-k, E experts, W expert workers, R rows and N (row, expert) pairs of a message, S =
+T * K slots, H hidden size. Runs on the host, in one kernel each: no Python per token or expert.
+Elements are moved as raw bits: uint16 for bfloat16 and float16, uint32 for float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from expertmesh.model_config import DtypeName
+from expertmesh_kernels.cpu import dispatch as cpu
+from expertmesh_kernels.host import as_input
+
+Bits = NDArray[np.uint16] | NDArray[np.uint32]
+Bools = NDArray[np.bool_]
+
+BITS_DTYPES: Mapping[DtypeName, type[np.uint16] | type[np.uint32]] = {
+    "float32": np.uint32,
+    "bfloat16": np.uint16,
+    "float16": np.uint16,
+}
+_EXPONENTS: Mapping[DtypeName, int] = {
+    "float32": 0x7F80_0000,
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+}
+
+
+def as_bits(array: NDArray[np.generic], dtype: DtypeName) -> Bits:
+    """The memory of an array as the bits of its elements."""
+    return cast(Bits, array.view(BITS_DTYPES[dtype]))
 
 
 @dataclass(frozen=True)
@@ -40,36 +67,99 @@ def plan_dispatch(
 
     Args:
         topk_ids_TK: Chosen experts, different within a row.
-        worker_of_expert_E: Expert worker of each expert; >= 0 for all that are chosen.
+        worker_of_expert_E: Expert worker of each expert; pairs of those below 0 are left out.
         num_generated_rows: Leading rows of the batch that belong to generated tokens.
     """
-    num_tokens, top_k = topk_ids_TK.shape
-    sort_TK = np.argsort(topk_ids_TK, axis=1)
-    slots_TK = sort_TK + np.arange(0, num_tokens * top_k, top_k)[:, None]
-    experts_TK = np.take_along_axis(topk_ids_TK, sort_TK, axis=1)
-    workers_TK = worker_of_expert_E[experts_TK]
-    return [
-        _rows_of(int(worker), workers_TK == worker, experts_TK, slots_TK, num_generated_rows)
-        for worker in np.unique(workers_TK)
-    ]
+    num_pairs = topk_ids_TK.size
+    ids_TK = as_input(topk_ids_TK, np.int32)
+    worker_of_expert_E = as_input(worker_of_expert_E, np.int32)
+    num_workers = int(worker_of_expert_E.max()) + 1
+    counts_W3 = np.zeros((num_workers, 3), np.int64)
+    cpu.count_rows(ids_TK, worker_of_expert_E, num_generated_rows, counts_W3)
+    row_ids = np.empty(num_pairs, np.int64)
+    row_offsets = np.empty(num_pairs + num_workers, np.uint32)
+    expert_ids = np.empty(num_pairs, np.uint32)
+    slot_ids = np.empty(num_pairs, np.int64)
+    cpu.fill_rows(ids_TK, worker_of_expert_E, counts_W3, row_ids, row_offsets, expert_ids, slot_ids)
+    plan, row, pair = [], 0, 0
+    for worker, (rows, pairs, generated) in enumerate(counts_W3.tolist()):
+        if rows:
+            plan.append(
+                WorkerRows(
+                    worker,
+                    row_ids[row : row + rows],
+                    row_offsets[row + worker : row + worker + rows + 1],
+                    expert_ids[pair : pair + pairs],
+                    slot_ids[pair : pair + pairs],
+                    generated,
+                )
+            )
+        row, pair = row + rows, pair + pairs
+    return plan
 
 
-def _rows_of(
-    worker: int,
-    is_mine_TK: NDArray[np.bool_],
-    experts_TK: NDArray[np.int32],
-    slots_TK: NDArray[np.int64],
-    num_generated_rows: int,
-) -> WorkerRows:
-    counts_T = np.count_nonzero(is_mine_TK, axis=1)
-    row_ids_R = np.flatnonzero(counts_T)
-    row_offsets = np.zeros(len(row_ids_R) + 1, np.uint32)
-    np.cumsum(counts_T[row_ids_R], out=row_offsets[1:])
-    return WorkerRows(
-        worker=worker,
-        row_ids_R=row_ids_R,
-        row_offsets=row_offsets,
-        expert_ids_N=experts_TK[is_mine_TK].astype(np.uint32),
-        slot_ids_N=slots_TK[is_mine_TK],
-        num_generated_rows=int(np.searchsorted(row_ids_R, num_generated_rows)),
-    )
+def gather_rows(
+    source_TH: Bits, row_ids_R: NDArray[np.int64], dtype: DtypeName, out_RH: Bits, broken_T: Bools
+) -> bool:
+    """Copy chosen rows into a message; True if all are finite.
+
+    A row that is not finite must harm its own request only: zeros travel in its place.
+
+    Args:
+        source_TH: Rows of the batch.
+        row_ids_R: Which of them.
+        dtype: What the bits are.
+        out_RH: Takes the rows.
+        broken_T: True is set for rows with a NaN or infinite element.
+    """
+    return not cpu.gather_rows(source_TH, row_ids_R, _EXPONENTS[dtype], out_RH, broken_T)
+
+
+def scatter_rows(
+    source_NH: Bits, slot_ids_N: NDArray[np.int64], dtype: DtypeName, out_SH: Bits
+) -> bool:
+    """Copy outputs to their slots; False if an element is NaN or infinite.
+
+    Args:
+        source_NH: Outputs of a reply, in the order of the pairs; may be read-only.
+        slot_ids_N: Where they belong.
+        dtype: What the bits are.
+        out_SH: Takes the outputs.
+    """
+    return cpu.scatter_rows(source_NH, slot_ids_N, _EXPONENTS[dtype], out_SH)
+
+
+@dataclass(frozen=True)
+class CallRows:
+    """Rows and pairs of one call, as the kernels of experts take them."""
+
+    row_of_pair_N: NDArray[np.int64]
+    expert_of_pair_N: NDArray[np.int64]
+
+
+def unpack_call(
+    rows_RH: Bits,
+    row_offsets: NDArray[np.uint32],
+    expert_ids_N: NDArray[np.uint32],
+    num_experts: int,
+    top_k: int,
+    dtype: DtypeName,
+    out_RH: Bits,
+) -> CallRows | None:
+    """Check what came in a call and copy it; None if anything is wrong.
+
+    Args:
+        rows_RH: Hidden states; may be read-only, as the next two.
+        row_offsets: CSR offsets; must be [R + 1], rise from 0 and end with N.
+        expert_ids_N: Must rise within a row.
+        num_experts: Ids must be below.
+        top_k: Most experts of a row.
+        dtype: What the bits are; none of them NaN or infinite.
+        out_RH: Takes the rows.
+    """
+    rows = CallRows(np.empty(expert_ids_N.size, np.int64), np.empty(expert_ids_N.size, np.int64))
+    is_right = cpu.unpack_call(
+        rows_RH, row_offsets, expert_ids_N, num_experts, top_k, _EXPONENTS[dtype],
+        out_RH, rows.row_of_pair_N, rows.expert_of_pair_N,
+    )  # fmt: skip
+    return rows if is_right else None

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import grpc
 
 from expert_worker.backend import ExpertBackend
+from expert_worker.direct_server import DirectOffers, DirectServer, NoDirectServer
 from expert_worker.maintenance import Maintenance
 from expert_worker.selection import parse_experts
 from expert_worker.server import SERVICE, ExpertServer
@@ -21,6 +22,7 @@ from expertmesh.model_config import DtypeName
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, incarnation
+from expertmesh.wire_encode import Parts, frame_of, join_message
 
 ROW_CREDITS = 256
 Answer = Callable[[pb.ForwardRequest, pb.ForwardResponse], Iterable[pb.ForwardResponse]]
@@ -49,9 +51,17 @@ def expert_server(
     row_credits: int = ROW_CREDITS,
     max_streams: int = 4,
     port: int = 0,
+    direct: bool = True,
 ) -> Iterator[ExpertServer]:
     """A server of a store, stopped at the end."""
-    server = ExpertServer(store, identity(worker_id, row_credits), "127.0.0.1", port, max_streams)
+    server = ExpertServer(
+        store,
+        identity(worker_id, row_credits),
+        "127.0.0.1",
+        port,
+        max_streams,
+        direct_port=0 if direct else None,
+    )
     server.start()
     server.set_ready()
     try:
@@ -93,13 +103,21 @@ def map_of(checkpoint: Checkpoint, entries: Iterable[ExpertWorkerEntry]) -> Expe
 class FaultyServer:
     """Serves Forward; computes right replies and sends what `answer` makes of them."""
 
-    def __init__(self, store: ExpertStore, answer: Answer, worker_id: str = "faulty") -> None:
+    def __init__(
+        self, store: ExpertStore, answer: Answer, worker_id: str = "faulty", *, direct: bool
+    ) -> None:
         self.requests: list[pb.ForwardRequest] = []
         self._answer = answer
         self._contexts: list[grpc.ServicerContext] = []
         self._state = WorkerState(identity(worker_id), store)
         self._maintenance = Maintenance(self._state)
-        self._servicer = ExpertServicer(self._state, ExpertBackend(store), self._maintenance, 4)
+        self._direct: DirectOffers = NoDirectServer()
+        if direct:
+            self._direct = DirectServer("127.0.0.1", 0, 2**24)
+        self._servicer = ExpertServicer(
+            self._state, ExpertBackend(store), self._maintenance, 4, self._direct
+        )
+        self._direct.serve(self._answer_directly)
         self._pool = ThreadPoolExecutor(8, "faulty-server")
         handler = grpc.stream_stream_rpc_method_handler(
             self._forward, pb.ForwardRequest.FromString, pb.ForwardResponse.SerializeToString
@@ -126,26 +144,36 @@ class FaultyServer:
         """Ends all threads."""
         self._state.stop()
         self._server.stop(0).wait(5)
+        self._direct.stop()
         self._pool.shutdown()
         self._maintenance.stop()
 
     def _forward(
         self, requests: Iterator[pb.ForwardRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ForwardResponse]:
-        context.send_initial_metadata(())
-        self._contexts.append(context)
-        for request in requests:
-            self.requests.append(request)
-            right = self._servicer.answer(Received(request, time.monotonic()))
-            yield from self._answer(request, right)
+        with self._direct.offer() as metadata:
+            context.send_initial_metadata(metadata)
+            self._contexts.append(context)
+            for request in requests:
+                yield from self._replies(Received(request, time.monotonic()))
+
+    def _answer_directly(self, received: Received[pb.ForwardRequest]) -> Parts:
+        replies = self._replies(received)
+        return [part for reply in replies for part in frame_of(reply.SerializeToString())]
+
+    def _replies(self, received: Received[pb.ForwardRequest]) -> Iterable[pb.ForwardResponse]:
+        assert received.message is not None
+        self.requests.append(received.message)
+        message = join_message(self._servicer.answer(received))
+        return self._answer(received.message, pb.ForwardResponse.FromString(message))
 
 
 @contextmanager
 def faulty_server(
-    store: ExpertStore, answer: Answer, worker_id: str = "faulty"
+    store: ExpertStore, answer: Answer, worker_id: str = "faulty", *, direct: bool = False
 ) -> Iterator[FaultyServer]:
-    """A faulty server, stopped at the end."""
-    server = FaultyServer(store, answer, worker_id)
+    """A faulty server, stopped at the end; with direct connections if asked for."""
+    server = FaultyServer(store, answer, worker_id, direct=direct)
     try:
         yield server
     finally:

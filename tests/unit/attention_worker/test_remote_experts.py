@@ -43,6 +43,12 @@ def checkpoint(models: Models) -> Checkpoint:
     return Checkpoint.open(models.tiny(MIXTRAL))
 
 
+@pytest.fixture(params=[False, True], ids=["grpc", "direct"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    """Whether expert workers offer direct connections."""
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_remote_equals_local_bit_by_bit(
@@ -77,11 +83,11 @@ def test_a_row_does_not_depend_on_its_batch(checkpoint: Checkpoint) -> None:
             assert torch.equal(together[part], alone)
 
 
-def test_one_message_per_layer_and_expert_worker(checkpoint: Checkpoint) -> None:
+def test_one_message_per_layer_and_expert_worker(checkpoint: Checkpoint, direct: bool) -> None:
     """An expert worker gets one message with its rows, each once, or none without rows."""
     with (
-        faulty_server(loaded_store(checkpoint, "float32", "0-3"), right, "a") as a,
-        faulty_server(loaded_store(checkpoint, "float32", "4-7"), right, "b") as b,
+        faulty_server(loaded_store(checkpoint, "float32", "0-3"), right, "a", direct=direct) as a,
+        faulty_server(loaded_store(checkpoint, "float32", "4-7"), right, "b", direct=direct) as b,
     ):
         with remote(checkpoint, [a.entry, b.entry]) as there:
             for layer in (0, 1, 2):
@@ -116,13 +122,13 @@ def test_broken_row_harms_itself_only(checkpoint: Checkpoint) -> None:
     assert torch.equal(expected[others], actual[others])
 
 
-def test_map_is_pinned_for_a_step(checkpoint: Checkpoint) -> None:
+def test_map_is_pinned_for_a_step(checkpoint: Checkpoint, direct: bool) -> None:
     """A new map counts from the next step; streams that it drops are closed then."""
     store = loaded_store(checkpoint, "float32")
     todo = to_expert(2)
     with (
-        faulty_server(store, right, "a") as a,
-        faulty_server(store, right, "b") as b,
+        faulty_server(store, right, "a", direct=direct) as a,
+        faulty_server(store, right, "b", direct=direct) as b,
         remote(checkpoint, [a.entry]) as there,
     ):
         there.update_map(map_of(checkpoint, [b.entry]), gateway=77)
@@ -134,10 +140,10 @@ def test_map_is_pinned_for_a_step(checkpoint: Checkpoint) -> None:
         poll(lambda: not threads("expert-stream-a"), timeout_s=5.0, what="the old one ends")
 
 
-def test_same_life_keeps_its_stream(checkpoint: Checkpoint) -> None:
+def test_same_life_keeps_its_stream(checkpoint: Checkpoint, direct: bool) -> None:
     """A map that names the same life again reuses its stream; another life gets a new one."""
     with (
-        faulty_server(loaded_store(checkpoint, "float32"), right) as server,
+        faulty_server(loaded_store(checkpoint, "float32"), right, direct=direct) as server,
         remote(checkpoint, [server.entry]) as there,
     ):
         before = there._routes.streams
@@ -147,10 +153,10 @@ def test_same_life_keeps_its_stream(checkpoint: Checkpoint) -> None:
         assert there._routes.streams != before
 
 
-def test_observations_are_news_only(checkpoint: Checkpoint) -> None:
+def test_observations_are_news_only(checkpoint: Checkpoint, direct: bool) -> None:
     """Counters add up what happened since the last look; nothing new, nothing said."""
     with (
-        faulty_server(loaded_store(checkpoint, "float32"), right) as server,
+        faulty_server(loaded_store(checkpoint, "float32"), right, direct=direct) as server,
         remote(checkpoint, [server.entry]) as there,
     ):
         to_expert(2, num_rows=3).run(there)
@@ -161,12 +167,12 @@ def test_observations_are_news_only(checkpoint: Checkpoint) -> None:
         assert list(there.observations()) == []
 
 
-def test_close_ends_threads_and_calls(checkpoint: Checkpoint) -> None:
+def test_close_ends_threads_and_calls(checkpoint: Checkpoint, direct: bool) -> None:
     """close returns within a second, with expert workers that answer, hang or are not there."""
     store = loaded_store(checkpoint, "float32")
     nobody = ExpertWorkerEntry("ghost", "127.0.0.1:1", 5, {0: (0,)}, ROW_CREDITS)
     with (
-        faulty_server(store, silent) as mute,
+        faulty_server(store, silent, direct=direct) as mute,
         remote(checkpoint, [mute.entry, nobody]) as there,
     ):
         pending = to_expert(2).dispatch_on(there)

@@ -43,6 +43,12 @@ def checkpoint(models: Models) -> Checkpoint:
     return Checkpoint.open(models.tiny(MIXTRAL))
 
 
+@pytest.fixture(params=[False, True], ids=["grpc", "direct"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    """Whether expert workers offer direct connections."""
+    return bool(request.param)
+
+
 def corrupt_data(reply: pb.ForwardResponse) -> None:
     outputs = np.frombuffer(reply.outputs.data, np.float32).copy()
     outputs[3] = np.nan
@@ -68,15 +74,15 @@ WRONG_REPLIES: dict[str, tuple[Callable[[pb.ForwardResponse], object], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_REPLIES)
 def test_wrong_reply_is_a_fault_and_another_copy_is_asked(
-    checkpoint: Checkpoint, name: str
+    checkpoint: Checkpoint, direct: bool, name: str
 ) -> None:
     """A reply that cannot be right is never used: the result is that of the other copy."""
     change, reason = WRONG_REPLIES[name]
     store = loaded_store(checkpoint, "float32")
     todo = to_expert(2)  # even experts prefer the first expert worker
     with (
-        faulty_server(store, changed(change), "a") as bad,
-        expert_server(store) as good,
+        faulty_server(store, changed(change), "a", direct=direct) as bad,
+        expert_server(store, direct=direct) as good,
         remote(checkpoint, [bad.entry, entry_of(good.state, good.port)]) as there,
     ):
         actual = todo.run(there)
@@ -89,11 +95,11 @@ def test_wrong_reply_is_a_fault_and_another_copy_is_asked(
     assert good.state.load().errors == 0
 
 
-def test_wrong_reply_without_another_copy(checkpoint: Checkpoint) -> None:
+def test_wrong_reply_without_another_copy(checkpoint: Checkpoint, direct: bool) -> None:
     """With one copy the failure names layer, experts, expert worker and reason."""
     store = loaded_store(checkpoint, "float32")
     with (
-        faulty_server(store, changed(corrupt_data)) as bad,
+        faulty_server(store, changed(corrupt_data), direct=direct) as bad,
         remote(checkpoint, [bad.entry]) as there,
     ):
         with pytest.raises(ExpertUnavailableError) as caught:
@@ -102,10 +108,10 @@ def test_wrong_reply_without_another_copy(checkpoint: Checkpoint) -> None:
         assert f"expert worker faulty at 127.0.0.1:{bad.port}: outputs have" in str(caught.value)
 
 
-def test_silent_expert_worker_costs_its_deadline_only(checkpoint: Checkpoint) -> None:
+def test_silent_expert_worker_costs_its_deadline_only(checkpoint: Checkpoint, direct: bool) -> None:
     """Without an answer the dispatch ends at its deadline; it never hangs."""
     with (
-        faulty_server(loaded_store(checkpoint, "float32"), silent) as mute,
+        faulty_server(loaded_store(checkpoint, "float32"), silent, direct=direct) as mute,
         remote(checkpoint, [mute.entry]) as there,
     ):
         started = time.monotonic()
@@ -114,14 +120,14 @@ def test_silent_expert_worker_costs_its_deadline_only(checkpoint: Checkpoint) ->
         assert 0.3 <= time.monotonic() - started < 2.0
 
 
-def test_silent_expert_worker_with_another_copy(checkpoint: Checkpoint) -> None:
+def test_silent_expert_worker_with_another_copy(checkpoint: Checkpoint, direct: bool) -> None:
     """The other copy is asked within the deadline, and first of all from then on."""
     store = loaded_store(checkpoint, "float32")
     todo = to_expert(2)
     expected = todo.run(local(checkpoint))
     with (
-        faulty_server(store, silent, "a") as mute,
-        expert_server(store) as good,
+        faulty_server(store, silent, "a", direct=direct) as mute,
+        expert_server(store, direct=direct) as good,
         remote(checkpoint, [mute.entry, entry_of(good.state, good.port)]) as there,
     ):
         assert torch.equal(expected, todo.run(there, timeout_s=1.0))
@@ -131,7 +137,7 @@ def test_silent_expert_worker_with_another_copy(checkpoint: Checkpoint) -> None:
     assert len(mute.requests) == 1
 
 
-def test_late_and_duplicate_replies_are_dropped(checkpoint: Checkpoint) -> None:
+def test_late_and_duplicate_replies_are_dropped(checkpoint: Checkpoint, direct: bool) -> None:
     """A reply after the time limit, and a second one, are counted and change nothing."""
     held: list[pb.ForwardResponse] = []
 
@@ -139,20 +145,21 @@ def test_late_and_duplicate_replies_are_dropped(checkpoint: Checkpoint) -> None:
         request: pb.ForwardRequest, reply: pb.ForwardResponse
     ) -> Iterable[pb.ForwardResponse]:
         held.append(reply)
-        return [] if len(held) == 1 else [held[0], reply, reply]
+        return [[], [held[0], reply, reply], [reply]][min(len(held), 3) - 1]
 
     with (
-        faulty_server(loaded_store(checkpoint, "float32"), late_once) as slow,
+        faulty_server(loaded_store(checkpoint, "float32"), late_once, direct=direct) as slow,
         remote(checkpoint, [slow.entry]) as there,
     ):
         with pytest.raises(ExpertUnavailableError):
             to_expert(4).run(there, timeout_s=0.2)
         todo = to_expert(2)
         assert torch.equal(todo.run(local(checkpoint)), todo.run(there))
+        todo.run(there)  # a direct connection is read while somebody waits
         poll(lambda: there.num_late_replies == 2, timeout_s=TIMEOUT_S, what="two late replies")
 
 
-def test_stopped_expert_worker_fails_calls_at_once(checkpoint: Checkpoint) -> None:
+def test_stopped_expert_worker_fails_calls_at_once(checkpoint: Checkpoint, direct: bool) -> None:
     """When an expert worker goes away, waiting calls fail at once; later ones are not sent."""
     gate = threading.Event()
 
@@ -161,7 +168,7 @@ def test_stopped_expert_worker_fails_calls_at_once(checkpoint: Checkpoint) -> No
         return []
 
     with (
-        faulty_server(loaded_store(checkpoint, "float32"), hold) as server,
+        faulty_server(loaded_store(checkpoint, "float32"), hold, direct=direct) as server,
         remote(checkpoint, [server.entry]) as there,
     ):
         pending = to_expert(2).dispatch_on(there)
@@ -176,10 +183,13 @@ def test_stopped_expert_worker_fails_calls_at_once(checkpoint: Checkpoint) -> No
         assert time.monotonic() - started < 5.0
 
 
-def test_stream_opens_again(checkpoint: Checkpoint) -> None:
+def test_stream_opens_again(checkpoint: Checkpoint, direct: bool) -> None:
     """After a stream broke it is opened again by itself, and the expert worker is used again."""
     store = loaded_store(checkpoint, "float32")
-    with faulty_server(store, right) as server, remote(checkpoint, [server.entry]) as there:
+    with (
+        faulty_server(store, right, direct=direct) as server,
+        remote(checkpoint, [server.entry]) as there,
+    ):
         todo = to_expert(2)
         todo.run(there)
         server.break_streams()
@@ -204,9 +214,9 @@ def test_expert_worker_that_is_not_there(checkpoint: Checkpoint) -> None:
         assert time.monotonic() - started < 5.0
 
 
-def test_uncovered_expert(checkpoint: Checkpoint) -> None:
+def test_uncovered_expert(checkpoint: Checkpoint, direct: bool) -> None:
     """An expert without a copy is named before anything is sent; others are served."""
-    with faulty_server(loaded_store(checkpoint, "float32", "0-3"), right) as server:
+    with faulty_server(loaded_store(checkpoint, "float32", "0-3"), right, direct=direct) as server:
         with (
             remote(checkpoint, []) as nothing,
             pytest.raises(ExpertUnavailableError, match="no expert worker is known"),
@@ -221,12 +231,15 @@ def test_uncovered_expert(checkpoint: Checkpoint) -> None:
             to_expert(0).run(there)
 
 
-def test_refusals_lead_to_another_copy(checkpoint: Checkpoint) -> None:
+def test_refusals_lead_to_another_copy(checkpoint: Checkpoint, direct: bool) -> None:
     """Draining, stale and not-resident answers cost a retry; the first two end the use for now."""
     store = loaded_store(checkpoint, "float32")
     todo = to_expert(2)
     expected = todo.run(local(checkpoint))
-    with expert_server(store, worker_id="a") as first, expert_server(store) as second:
+    with (
+        expert_server(store, worker_id="a", direct=direct) as first,
+        expert_server(store, direct=direct) as second,
+    ):
         entries = [entry_of(first.state, first.port), entry_of(second.state, second.port)]
         first.state.refuse_calls()
         with remote(checkpoint, entries) as there:
@@ -234,8 +247,10 @@ def test_refusals_lead_to_another_copy(checkpoint: Checkpoint) -> None:
             assert torch.equal(expected, todo.run(there))
         assert first.state.load().errors == 1
     with (
-        expert_server(loaded_store(checkpoint, "float32", "0"), worker_id="a") as first,
-        expert_server(store) as second,
+        expert_server(
+            loaded_store(checkpoint, "float32", "0"), worker_id="a", direct=direct
+        ) as first,
+        expert_server(store, direct=direct) as second,
     ):
         says_all = replace(
             entry_of(first.state, first.port), resident={1: tuple(range(NUM_EXPERTS))}
@@ -252,7 +267,7 @@ def test_refusals_lead_to_another_copy(checkpoint: Checkpoint) -> None:
             todo.run(there)
 
 
-def test_row_credits_bound_what_is_in_flight(checkpoint: Checkpoint) -> None:
+def test_row_credits_bound_what_is_in_flight(checkpoint: Checkpoint, direct: bool) -> None:
     """Calls beyond the credits wait for replies; one that can never fit is refused with numbers."""
     store = loaded_store(checkpoint, "float32")
     gate = threading.Semaphore(0)
@@ -266,7 +281,7 @@ def test_row_credits_bound_what_is_in_flight(checkpoint: Checkpoint) -> None:
         return [reply]
 
     with (
-        faulty_server(store, count) as server,
+        faulty_server(store, count, direct=direct) as server,
         remote(checkpoint, [replace(server.entry, row_credits=4)]) as there,
     ):
         pending = [to_expert(expert, num_rows=2).dispatch_on(there) for expert in range(4)]
@@ -283,10 +298,12 @@ def test_row_credits_bound_what_is_in_flight(checkpoint: Checkpoint) -> None:
             to_expert(1, num_rows=5).run(there)
 
 
-def test_calls_waiting_for_credits_end_at_their_deadline(checkpoint: Checkpoint) -> None:
+def test_calls_waiting_for_credits_end_at_their_deadline(
+    checkpoint: Checkpoint, direct: bool
+) -> None:
     """A call that never gets credits is an error at its deadline."""
     with (
-        faulty_server(loaded_store(checkpoint, "float32"), silent) as server,
+        faulty_server(loaded_store(checkpoint, "float32"), silent, direct=direct) as server,
         remote(checkpoint, [replace(server.entry, row_credits=2)]) as there,
     ):
         first = to_expert(1, num_rows=2).dispatch_on(there, timeout_s=0.2)

@@ -58,9 +58,15 @@ def checkpoint(models: Models) -> Checkpoint:
     return Checkpoint.open(models.tiny(MIXTRAL))
 
 
+@pytest.fixture(params=[False, True], ids=["grpc", "direct"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    """Whether expert workers offer direct connections."""
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_expert_worker_that_is_right_again_is_used_again(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str
+    checkpoint: Checkpoint, direct: bool, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """After wrong replies of any kind, and as many as exhaust its credits, calls succeed again."""
     monkeypatch.setattr(expert_stream, "REFUSED_S", 0.1)
@@ -80,7 +86,7 @@ def test_expert_worker_that_is_right_again_is_used_again(
         return [reply]
 
     with (
-        faulty_server(loaded_store(checkpoint, "float32"), answer) as server,
+        faulty_server(loaded_store(checkpoint, "float32"), answer, direct=direct) as server,
         remote(checkpoint, [replace(server.entry, row_credits=CREDITS)]) as there,
     ):
         results: list[torch.Tensor] = []

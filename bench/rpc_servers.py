@@ -1,0 +1,122 @@
+"""The other ends of `bench.rpc`: `python -m bench.rpc_servers mesh|grpc|socket [SHARE]`.
+
+Each prints its port and serves until its standard input is closed.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from unittest import mock
+
+import grpc
+import numpy as np
+from torch import Tensor
+
+from bench.rpc_wire import CREDITS, ECHO, INCARNATION, SIZES, demo_folder
+from expert_worker import backend
+from expert_worker.selection import parse_experts
+from expert_worker.server import ExpertServer
+from expert_worker.state import WorkerIdentity
+from expert_worker.store import ExpertStore
+from expertmesh.checkpoint import Checkpoint
+from expertmesh.model_config import Activation
+from expertmesh_kernels.grouped_mlp import ExpertWeights
+
+LAYER = 0
+
+
+def empty_kernel(
+    x_RH: Tensor,
+    row_of_pair_N: np.ndarray,
+    expert_of_pair_N: np.ndarray,
+    experts: Mapping[int, ExpertWeights],
+    activation: Activation,
+) -> Tensor:
+    """Outputs of zeros in no time."""
+    return x_RH.new_zeros(len(row_of_pair_N), x_RH.shape[1])
+
+
+def serve_mesh(share: str) -> None:
+    """An expert worker whose experts compute nothing."""
+    checkpoint = Checkpoint.open(demo_folder())
+    store = ExpertStore(checkpoint, checkpoint.config.dtype)
+    for expert in parse_experts(share, checkpoint.config.num_experts):
+        store.load(LAYER, expert)
+    identity = WorkerIdentity(f"worker-{share}", INCARNATION, b"none", CREDITS)
+    server = ExpertServer(store, identity, "127.0.0.1", 0, 4)
+    with mock.patch.object(backend, "grouped_mlp", empty_kernel):
+        server.start()
+        wait_for_end(server.port)
+    server.stop(0.1)
+
+
+def serve_grpc() -> None:
+    """Answers bytes with bytes over one stream."""
+
+    def echo(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        for request in requests:
+            yield reply_of(request)
+
+    pool = ThreadPoolExecutor(4)
+    server = grpc.server(pool, options=[("grpc.max_receive_message_length", -1)])
+    handler = grpc.stream_stream_rpc_method_handler(echo)
+    service, method = ECHO.strip("/").split("/")
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    wait_for_end(port)
+    server.stop(0.1).wait(2)
+
+
+def serve_socket() -> None:
+    """Answers bytes with bytes over plain sockets, a blocking thread each."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def echo(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        buffer = bytearray(2**24)
+        while head := connection.recv(4, socket.MSG_WAITALL):
+            (length,) = struct.unpack("<I", head)
+            view = memoryview(buffer)[:length]
+            done = 0
+            while done < length:
+                done += connection.recv_into(view[done:])
+            reply = reply_of(view)
+            connection.sendall(struct.pack("<I", len(reply)) + reply)
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=echo, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    wait_for_end(listener.getsockname()[1])
+
+
+def reply_of(request: bytes | memoryview) -> bytes:
+    """As many bytes as the request asks for in its first four."""
+    return _zeros(SIZES.unpack_from(request)[0])
+
+
+@cache
+def _zeros(length: int) -> bytes:
+    return bytes(length)
+
+
+def wait_for_end(port: int) -> None:
+    """Says where it listens, and returns when nobody needs it any more."""
+    print(port, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    kind, *arguments = sys.argv[1:]
+    {"mesh": serve_mesh, "grpc": serve_grpc, "socket": serve_socket}[kind](*arguments)
