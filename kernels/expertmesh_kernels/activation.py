@@ -24,6 +24,10 @@ def gated_activation(gate_up_R2I: Tensor, activation: Activation) -> Tensor:
         gate_up_R2I: Gate in the first I columns, up in the rest.
         activation: Which one; `Activation` has the equations.
     """
+    if gate_up_R2I.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.gated_activation(gate_up_R2I, activation)
     if gate_up_R2I.device.type != "cpu":
         return gated_activation_reference(gate_up_R2I, activation)
     num_rows, width = gate_up_R2I.shape
@@ -60,6 +64,10 @@ def sigmoid_scaled(x_RH: Tensor, logits_R1: Tensor) -> Tensor:
             f"logits are {logits_R1.dtype} {tuple(logits_R1.shape)}, "
             f"expected float32 [{len(x_RH)}, 1]"
         )
+    if x_RH.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.sigmoid_scaled(x_RH, logits_R1)
     if x_RH.device.type != "cpu":
         return sigmoid_scaled_reference(x_RH, logits_R1)
     out_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format)

@@ -24,6 +24,10 @@ def combine(outputs_SH: Tensor, weights_TK: NDArray[np.float32]) -> Tensor:
     num_tokens, top_k = weights_TK.shape
     if outputs_SH.shape[0] != num_tokens * top_k:
         raise ValueError(f"{outputs_SH.shape[0]} outputs, expected {num_tokens} * {top_k}")
+    if outputs_SH.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.run_combine(outputs_SH, weights_TK)
     if outputs_SH.device.type != "cpu":
         return combine_reference(outputs_SH, weights_TK)
     out_TH = outputs_SH.new_empty(num_tokens, outputs_SH.shape[1])

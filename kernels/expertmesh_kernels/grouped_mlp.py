@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from expertmesh_kernels.cpu.mlp import (
 from expertmesh_kernels.cpu.mlp import grouped_mlp as cpu_grouped_mlp
 from expertmesh_kernels.host import as_array, as_input
 from expertmesh_kernels.linear import Format, PackedLinear, linear_reference, pack_linear
+
+if TYPE_CHECKING:
+    from expertmesh_kernels.triton.grouped_mlp import MlpTables
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,13 @@ class ExpertTable(Mapping[int, ExpertWeights]):
         return table_EA
 
     @cached_property
+    def on_device(self) -> MlpTables:
+        """Where Triton kernels find the weights."""
+        from expertmesh_kernels.triton import ops
+
+        return ops.mlp_tables(self)
+
+    @cached_property
     def like(self) -> NDArray[np.generic]:
         """An empty array of the type of the packed weights."""
         return self.any_expert.down.panels[:0]
@@ -121,6 +132,10 @@ def gated_mlp(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> T
 
     FP32 inside; rounded to the dtype of x after the activation, and at the end.
     """
+    if x_RH.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.run_gated_mlp(x_RH, weights.alone, activation)
     if x_RH.device.type != "cpu":
         return gated_mlp_reference(x_RH, weights, activation)
     num_rows = x_RH.shape[0]
@@ -147,6 +162,10 @@ def grouped_mlp(
     Raises:
         KeyError: A pair's expert is not in the table.
     """
+    if x_RH.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.run_grouped_mlp(x_RH, row_of_pair_N, expert_of_pair_N, experts, activation)
     if x_RH.device.type != "cpu":
         return grouped_mlp_reference(x_RH, row_of_pair_N, expert_of_pair_N, experts, activation)
     out_NH = x_RH.new_empty(len(row_of_pair_N), x_RH.shape[1])

@@ -67,6 +67,10 @@ def head_linear(x_TnK: Tensor, packed: PackedHeads) -> Tensor:
     num_heads, _, depth, _ = packed.weight_nPKC.shape
     if x_TnK.shape[1:] != (num_heads, depth):
         raise ValueError(f"x has shape {tuple(x_TnK.shape)}, expected [T, {num_heads}, {depth}]")
+    if x_TnK.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.run_head_linear(x_TnK, packed)
     if x_TnK.device.type != "cpu":
         return head_linear_reference(x_TnK, packed)
     out_TnN = x_TnK.new_empty(len(x_TnK), num_heads, packed.out_features)

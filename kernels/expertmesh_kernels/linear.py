@@ -154,6 +154,10 @@ def linear(x_RK: Tensor, packed: PackedLinear, *, out_dtype: torch.dtype | None 
     """
     if packed.paired:
         raise ValueError("columns are paired for a gated FFN, expected them in order")
+    if x_RK.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.run_linear(x_RK, packed, out_dtype)
     if x_RK.device.type != "cpu":
         return linear_reference(x_RK, packed, out_dtype=out_dtype)
     num_rows, depth = x_RK.shape

@@ -23,6 +23,10 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = 
     """
     if x_TH.shape[1:] != weight_H.shape:
         raise ValueError(f"x has shape {tuple(x_TH.shape)}, expected [T, {len(weight_H)}]")
+    if x_TH.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.rms_norm(x_TH, weight_H, eps, round_first=round_first)
     if x_TH.device.type != "cpu":
         return rms_norm_reference(x_TH, weight_H, eps, round_first=round_first)
     out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
@@ -51,6 +55,11 @@ def rms_norm_heads_(
         raise ValueError(f"strides are {x_TnD.stride()}, expected contiguous rows")
     if parts.shape[2:] != weight.shape:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({parts.shape[2]},)")
+    if x_TnD.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        ops.rms_norm_parts_(parts, weight, eps, round_first=round_first)
+        return
     if x_TnD.device.type != "cpu":
         parts.copy_(rms_norm_reference(parts, weight, eps, round_first=round_first))
         return

@@ -112,6 +112,11 @@ def write_kv(k_TnD: Tensor, v_TnD: Tensor, cache: KvCache, slots_T: NDArray[np.i
     layout = cache.layout
     _check_rows("keys", k_TnD, cache, (layout.num_heads, layout.key_dim))
     _check_rows("values", v_TnD, cache, (layout.num_heads, layout.value_dim))
+    if k_TnD.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        ops.run_write_kv(k_TnD, v_TnD, cache, slots_T)
+        return
     if k_TnD.device.type != "cpu":
         write_kv_reference(k_TnD, v_TnD, cache, slots_T)
         return
@@ -144,6 +149,12 @@ def paged_attention(
         options: What is done with the scores.
     """
     _check_queries(q_TnD, cache, options)
+    if q_TnD.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.run_attention(
+            q_TnD, cache, block_tables_SB, sequence_of_row_T, positions_T, options
+        )
     if q_TnD.device.type != "cpu":
         return paged_attention_reference(
             q_TnD, cache, block_tables_SB, sequence_of_row_T, positions_T, options

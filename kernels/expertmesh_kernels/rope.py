@@ -99,6 +99,11 @@ def apply_rope(x_TnD: Tensor, positions_T: NDArray[np.int32], table: RopeTable) 
         positions_T: Each below the table's length; checked by the caller.
         table: Angles; dimensions beyond its 2 * D stay as they are.
     """
+    if x_TnD.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        ops.run_rope(x_TnD, positions_T, table)
+        return
     if x_TnD.device.type != "cpu":
         apply_rope_reference(x_TnD, positions_T, table)
         return

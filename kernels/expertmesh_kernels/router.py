@@ -38,6 +38,10 @@ def route(
         selection_bias_E: Added to the scores for the choice, if the gate has such a bias.
     """
     _check(logits_TE, gate, selection_bias_E)
+    if logits_TE.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return Routing(*ops.run_route(logits_TE, gate, selection_bias_E))
     if logits_TE.device.type != "cpu":
         return route_reference(logits_TE, gate, selection_bias_E)
     shape = (logits_TE.shape[0], gate.top_k)

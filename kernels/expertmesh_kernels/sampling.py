@@ -39,7 +39,7 @@ def sample(
     """A token id below V for every row, whatever the logits hold.
 
     Args:
-        logits_SV: float32; rows on another device are copied to the host.
+        logits_SV: float32.
         temperature_S: 0 for greedy.
         min_p_S: 0 for all.
         top_p_S: 1 for all.
@@ -47,6 +47,13 @@ def sample(
         seeds_S: Seed of the request.
         positions_S: Position of the token to choose in its sequence.
     """
+    if logits_SV.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        _check(logits_SV)
+        return ops.run_sample(
+            logits_SV, temperature_S, min_p_S, top_p_S, top_k_S, seeds_S, positions_S
+        )
     tokens_S = np.empty(logits_SV.shape[0], np.int64)
     cpu_sample(
         as_array(_host(logits_SV)), as_input(temperature_S, np.float32),
@@ -157,8 +164,12 @@ def top_logprobs_reference(
 
 
 def _host(logits_SV: Tensor) -> Tensor:
+    _check(logits_SV)
+    return logits_SV.cpu()
+
+
+def _check(logits_SV: Tensor) -> None:
     if logits_SV.dtype != torch.float32 or logits_SV.ndim != 2 or logits_SV.shape[1] == 0:
         raise ValueError(
             f"logits are {logits_SV.dtype} {tuple(logits_SV.shape)}, expected float32 [S, V]"
         )
-    return logits_SV.cpu()

@@ -6,7 +6,6 @@ for the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +16,15 @@ from torch import Tensor
 from expertmesh.model_config import Activation, GateConfig
 from expertmesh_kernels.triton import attention, combine, grouped_mlp, kv, linear, rope, router
 from expertmesh_kernels.triton import sampling as triton_sampling
+from expertmesh_kernels.triton.activation import gated_activation, sigmoid_scaled
 from expertmesh_kernels.triton.grouped_mlp import MlpTables
+from expertmesh_kernels.triton.norm import rms_norm, rms_norm_parts_
 from expertmesh_kernels.triton.weights import DeviceWeight, plain, table_of
 
+__all__ = ["gated_activation", "rms_norm", "rms_norm_parts_", "sigmoid_scaled"]
+
 if TYPE_CHECKING:
-    from expertmesh_kernels.grouped_mlp import ExpertWeights
+    from expertmesh_kernels.grouped_mlp import ExpertTable
     from expertmesh_kernels.heads import PackedHeads
     from expertmesh_kernels.linear import PackedLinear
     from expertmesh_kernels.paged_attention import AttentionOptions, KvCache
@@ -49,43 +52,49 @@ def run_head_linear(x_TnK: Tensor, packed: PackedHeads) -> Tensor:
     return linear.head_linear(x_TnK, weight_nKN)
 
 
-def run_gated_mlp(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
-    """See `expertmesh_kernels.grouped_mlp.gated_mlp`."""
-    return grouped_mlp.gated_mlp(_rows(x_RH), _tables([weights]), activation)
+def run_gated_mlp(x_RH: Tensor, alone: ExpertTable, activation: Activation) -> Tensor:
+    """See `expertmesh_kernels.grouped_mlp.gated_mlp`; the FFN is expert 0 of a table."""
+    return grouped_mlp.gated_mlp(_rows(x_RH), alone.on_device, activation)
 
 
 def run_grouped_mlp(
     x_RH: Tensor,
     row_of_pair_N: NDArray[np.int64],
     expert_of_pair_N: NDArray[np.int64],
-    experts: Mapping[int, ExpertWeights],
+    experts: ExpertTable,
     activation: Activation,
 ) -> Tensor:
     """See `expertmesh_kernels.grouped_mlp.grouped_mlp`."""
     if not len(expert_of_pair_N):
         return x_RH.new_empty(0, x_RH.shape[1])
-    used, places_N = np.unique(expert_of_pair_N, return_inverse=True)
+    if missing := experts.missing(expert_of_pair_N):
+        raise KeyError(f"experts {missing} are not in the table")
     return grouped_mlp.grouped_mlp(
         _rows(x_RH),
         to_device(row_of_pair_N, x_RH.device),
-        to_device(places_N.astype(np.int32), x_RH.device),
-        _tables([experts[expert] for expert in used.tolist()]),
+        to_device(expert_of_pair_N.astype(np.int32), x_RH.device),
+        experts.on_device,
         activation,
     )
 
 
+def mlp_tables(experts: ExpertTable) -> MlpTables:
+    """Where kernels find the weights of experts: a place for each id up to the largest."""
+    both = [
+        {expert: device_weight(layer) for expert, layer in layers.items()}
+        for layers in (
+            {expert: weights.gate_up for expert, weights in experts.items()},
+            {expert: weights.down for expert, weights in experts.items()},
+        )
+    ]
+    return MlpTables(*(table_of(weights, len(experts.is_there_E)) for weights in both))
+
+
 def device_weight(packed: PackedLinear) -> DeviceWeight:
     """A packed weight, of one panel, as kernels take it."""
-    if packed.weight_PKC.shape[0] != 1:
-        raise ValueError(f"{packed.weight_PKC.shape[0]} panels, which only the CPU reads")
-    return plain(packed.weight_PKC[0], packed.bias_N)
-
-
-def _tables(experts: list[ExpertWeights]) -> MlpTables:
-    return MlpTables(
-        table_of([device_weight(expert.gate_up) for expert in experts]),
-        table_of([device_weight(expert.down) for expert in experts]),
-    )
+    if packed.format != "panels" or len(packed.weight) != 1 or packed.paired:
+        raise ValueError(f"the weight is packed in {packed.format} for the CPU")
+    return plain(packed.weight[0], packed.bias_N)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -169,8 +178,11 @@ def plan_tiles(
     place = np.arange(num_rows) - np.repeat(begins, np.diff(np.append(begins, num_rows)))
     first_rows = np.flatnonzero(place % max_rows == 0)
     lengths = np.diff(np.append(first_rows, num_rows))
-    first, lengths = (to_device(part.astype(np.int32), device) for part in (first_rows, lengths))
-    return attention.RowTiles(first, lengths, max_rows)
+    return attention.RowTiles(
+        to_device(first_rows.astype(np.int32), device),
+        to_device(lengths.astype(np.int32), device),
+        max_rows,
+    )
 
 
 def _pages(cache: KvCache) -> kv.DevicePages:
@@ -187,7 +199,7 @@ def run_sample(
     positions_S: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """See `expertmesh_kernels.sampling.sample`."""
-    arrays = (
+    arrays: tuple[NDArray[Any], ...] = (
         *(part.astype(np.float32) for part in (temperature_S, min_p_S, top_p_S)),
         top_k_S.astype(np.int32),
         seeds_S.astype(np.uint64).view(np.int64),

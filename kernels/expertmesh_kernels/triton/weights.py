@@ -13,7 +13,7 @@ contiguous run of k, as rows are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,23 +100,29 @@ class WeightTable:
         }
 
 
-def table_of(weights: Sequence[DeviceWeight]) -> WeightTable:
+def table_of(
+    weights: Sequence[DeviceWeight] | Mapping[int, DeviceWeight], size: int | None = None
+) -> WeightTable:
     """A table of experts' weights, which the caller must keep.
+
+    Args:
+        weights: By place.
+        size: Places; as many as weights if None. Those without a weight must not be asked for.
 
     Raises:
         ValueError: They are not of one kind, or there is none.
     """
-    kinds = {weight.kind for weight in weights}
+    by_place = weights if isinstance(weights, Mapping) else dict(enumerate(weights))
+    kinds = {weight.kind for weight in by_place.values()}
     if len(kinds) != 1:
         raise ValueError(f"weights of {len(kinds)} kinds, expected one: {sorted(map(str, kinds))}")
-    unaligned = [p for weight in weights for p in weight.pointers if p % 16]
-    if unaligned:
-        raise ValueError(f"weights at {unaligned[0]:#x}, expected multiples of 16 bytes")
-    pointers = torch.tensor([weight.pointers for weight in weights], dtype=torch.int64)
-    target = weights[0].data.device
-    if target.type == "cuda":
-        pointers = pointers.pin_memory()
-    return WeightTable(pointers.to(target, non_blocking=True), weights[0])
+    pointers = torch.zeros(len(by_place) if size is None else size, 4, dtype=torch.int64)
+    for place, weight in by_place.items():
+        pointers[place] = torch.tensor(weight.pointers)
+    if bool((pointers % 16).any()):
+        raise ValueError("weights that do not begin at multiples of 16 bytes")
+    like = next(iter(by_place.values()))
+    return WeightTable(pointers.to(like.data.device), like)
 
 
 def plain(weight_KN: Tensor, bias_N: Tensor | None = None) -> DeviceWeight:
