@@ -26,9 +26,9 @@ from expertmesh.wire_encode import CallId, CallTarget, RequestFrame
 from expertmesh.wire_forward import broken_outputs, view_outputs
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.dispatch import (
-    Bits,
     WorkerRows,
     as_bits,
+    empty_bits,
     gather_rows,
     plan_dispatch,
     scatter_rows,
@@ -79,12 +79,13 @@ class RemoteCall:
         self._num_attempts = 0
         self._tried: dict[int, set[int]] = {}  # expert to the expert workers that failed it
         num_rows, self._hidden_size = batch.hidden_TH.shape
-        self._hidden_TH = self._bits(batch.hidden_TH.detach().cpu().contiguous())
+        hidden_TH = batch.hidden_TH.detach().cpu().contiguous()
+        self._hidden_TH = as_bits(raw_array(hidden_TH), batch.dtype)
         self._broken_T = np.zeros(num_rows, np.bool_)
         self._has_broken_rows = False
         shape = (batch.routing.topk_ids_TK.size, self._hidden_size)
-        self._outputs_SH = torch.empty(shape, dtype=batch.hidden_TH.dtype)
-        self._row_bytes = self._hidden_size * self._outputs_SH.element_size()
+        self._outputs_SH = empty_bits(shape, batch.dtype)
+        self._row_bytes = self._hidden_size * self._outputs_SH.itemsize
 
     def start(self) -> None:
         """Sends one message to each expert worker with rows; does not wait.
@@ -110,7 +111,8 @@ class RemoteCall:
         finally:
             for call in self._open:
                 self._routes.streams[call.rows.worker].abandon(call)
-        outputs_SH = self._outputs_SH.to(self._batch.hidden_TH.device)
+        hidden_TH = self._batch.hidden_TH
+        outputs_SH = torch.from_numpy(self._outputs_SH).view(hidden_TH.dtype).to(hidden_TH.device)
         combined_TH = combine(outputs_SH, self._batch.routing.topk_weights_TK)
         if self._has_broken_rows:
             combined_TH[torch.from_numpy(self._broken_T)] = torch.nan
@@ -152,10 +154,6 @@ class RemoteCall:
         if not gather_rows(self._hidden_TH, rows.row_ids_R, dtype, target_RH, self._broken_T):
             self._has_broken_rows = True
         frame.finish()
-
-    def _bits(self, tensor: Tensor) -> Bits:
-        """The memory of a contiguous tensor on the host."""
-        return as_bits(raw_array(tensor), self._batch.dtype)
 
     def _limit_s(self, rows: WorkerRows, now_s: float) -> float:
         """All the time there is, unless another copy could be asked afterwards."""
@@ -210,8 +208,8 @@ class RemoteCall:
                 pb.ForwardError.CODE_STALE_INCARNATION,
                 f"incarnation of the reply is {response.incarnation:#x}, expected {expected:#x}",
             )
-        dtype, out_SH = self._batch.dtype, self._bits(self._outputs_SH)
-        if not scatter_rows(as_bits(outputs_NH, dtype), call.rows.slot_ids_N, dtype, out_SH):
+        dtype, slots_N = self._batch.dtype, call.rows.slot_ids_N
+        if not scatter_rows(as_bits(outputs_NH, dtype), slots_N, dtype, self._outputs_SH):
             raise broken_outputs()
 
     def _retry(self, call: Call, reason: str) -> None:

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from expert_worker.backend import ExpertBackend, raw_array
+from expert_worker.device_queue import StepAges
 from expert_worker.direct_server import DirectOffers
 from expert_worker.maintenance import Event, Maintenance
 from expert_worker.state import WorkerState, elapsed_us, remaining, time_left_deadline
@@ -28,7 +29,7 @@ from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, invalid
 from expertmesh.wire_encode import Parts, ReplyHead, encode_reply, frame_of
 from expertmesh.wire_forward import ForwardCall, ForwardLimits, check_rows, view_forward_request
-from expertmesh_kernels.dispatch import CallRows, as_bits, unpack_call
+from expertmesh_kernels.dispatch import CallRows, as_bits, empty_bits, unpack_call
 from expertmesh_kernels.host import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class ExpertServicer:
         self._maintenance = maintenance
         self._max_streams = max_streams
         self._direct = direct
+        self._ages = StepAges()
         self._watches = threading.BoundedSemaphore(max_streams)
         self._limits = ForwardLimits.of(
             state.store.config,
@@ -122,10 +124,14 @@ class ExpertServicer:
     def _compute(
         self, call: ForwardCall, x_RH: Tensor, rows: CallRows, received_s: float, call_id: pb.CallId
     ) -> Parts:
-        deadline_s = time_left_deadline(received_s, call.time_left_us)
         try:
             result = self._backend.run(
-                call.layer, x_RH, rows.row_of_pair_N, rows.expert_of_pair_N, deadline_s=deadline_s
+                call.layer,
+                x_RH,
+                rows.row_of_pair_N,
+                rows.expert_of_pair_N,
+                age_s=self._ages.age_s(call_id.gateway, call_id.step, received_s),
+                deadline_s=time_left_deadline(received_s, call.time_left_us),
             )
         except ExpertUnavailableError as error:
             ids = [expert for _, expert in error.missing]
@@ -251,15 +257,15 @@ def unpack_rows(call: ForwardCall, limits: ForwardLimits) -> tuple[Tensor, CallR
         WireError: What is wrong with it.
     """
     dtype = limits.dtype
-    x_RH = torch.empty(call.hidden_RH.shape, dtype=TORCH_DTYPES[dtype])
+    bits_RH = empty_bits((call.num_rows, limits.hidden_size), dtype)
     rows = unpack_call(
         as_bits(call.hidden_RH, dtype), call.row_offsets, call.expert_ids_N,
-        call.gate.num_experts, call.gate.top_k, dtype, as_bits(raw_array(x_RH), dtype),
+        call.gate.num_experts, call.gate.top_k, dtype, bits_RH,
     )  # fmt: skip
     if rows is None:
         check_rows(call)
         raise AssertionError("the kernel refused a call that is all right")
-    return x_RH, rows
+    return torch.from_numpy(bits_RH).view(TORCH_DTYPES[dtype]), rows
 
 
 T = TypeVar("T", bound=Message)

@@ -53,6 +53,7 @@ class WorkerState:
         self._refusing = False
         self._in_flight = 0
         self._load = pb.LoadCounters()
+        self._work = np.zeros(4, np.int64)  # calls, rows, pairs, microseconds
         self._rows_histogram = np.zeros(len(ROWS_BUCKETS) + 1, dtype=np.int64)
         config = store.config
         shape = (config.num_layers, max(1, config.num_experts))
@@ -179,12 +180,10 @@ class WorkerState:
     ) -> None:
         """Counts a call that was answered with outputs."""
         pairs_E = np.bincount(expert_ids_N, minlength=self._pairs_LE.shape[1])
+        bucket = bisect_left(ROWS_BUCKETS, num_rows)
         with self._condition:
-            self._load.calls += 1
-            self._load.rows += num_rows
-            self._load.pairs += expert_ids_N.shape[0]
-            self._load.compute_us += compute_us
-            self._rows_histogram[bisect_left(ROWS_BUCKETS, num_rows)] += 1
+            self._work += (1, num_rows, len(expert_ids_N), compute_us)
+            self._rows_histogram[bucket] += 1
             self._pairs_LE[layer] += pairs_E
 
     def count_error(self) -> None:
@@ -207,6 +206,7 @@ class WorkerState:
         load = pb.LoadCounters()
         with self._condition:
             load.CopyFrom(self._load)
+            load.calls, load.rows, load.pairs, load.compute_us = self._work.tolist()
             load.queued_calls = max(0, self._in_flight - 1)  # one of them has the device
         return load
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -108,19 +107,21 @@ class ExpertStore:
                 found[layer] = LayerResidency(resident, retiring)
         return found
 
-    @contextmanager
-    def lease(self, layer: int) -> Iterator[ExpertTable]:
-        """The layer's experts, retiring ones included, which stay in memory until the end."""
+    def lease(self, layer: int) -> Lease:
+        """A context in which the layer's experts, retiring ones included, stay in memory."""
+        return Lease(self, layer)
+
+    def _begin_lease(self, layer: int) -> _Snapshot:
         with self._lock:
             snapshot = self._layers[layer]
             snapshot.num_leases += 1
-        try:
-            yield snapshot.weights
-        finally:
-            with self._lock:
-                snapshot.num_leases -= 1
-                if not snapshot.num_leases:
-                    self._lease_ended.notify_all()
+            return snapshot
+
+    def _end_lease(self, snapshot: _Snapshot) -> None:
+        with self._lock:
+            snapshot.num_leases -= 1
+            if not snapshot.num_leases:
+                self._lease_ended.notify_all()
 
     def load(self, layer: int, expert: int) -> None:
         """Makes an expert resident; one that is retiring comes back. May take seconds.
@@ -228,6 +229,25 @@ class ExpertStore:
         if old.num_leases:
             self._leased_before.append(old)
         self._layers[layer] = _Snapshot(layer, weights, retiring)
+
+
+class Lease:
+    """The use of a layer's experts. A class, as a generator would cost every call more."""
+
+    __slots__ = ("_layer", "_snapshot", "_store")
+
+    def __init__(self, store: ExpertStore, layer: int) -> None:
+        self._store = store
+        self._layer = layer
+
+    def __enter__(self) -> ExpertTable:
+        """The experts."""
+        self._snapshot = self._store._begin_lease(self._layer)
+        return self._snapshot.weights
+
+    def __exit__(self, *_: object) -> None:
+        """They are used no more."""
+        self._store._end_lease(self._snapshot)
 
 
 def count_experts(config: ModelConfig) -> int:

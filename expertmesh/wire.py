@@ -66,6 +66,7 @@ _MAX_MESSAGE_BYTES = 2**31 - 1  # gRPC's limits are signed 32-bit
 _MESSAGE_OVERHEAD_BYTES = 64 * 1024  # ids, shapes, error texts
 UINT32 = np.dtype("<u4")
 SCALE = np.dtype("<f4")
+_NO_SCALES = np.frombuffer(b"", dtype=SCALE)
 
 
 def incarnation() -> int:
@@ -164,6 +165,8 @@ def decode_scales(message: pb.Tensor, where: str) -> npt.NDArray[np.float32]:
     Raises:
         WireError: INVALID_ARGUMENT for a scale that is negative, NaN or infinite.
     """
+    if not message.row_scales:
+        return _NO_SCALES
     scales_R = np.frombuffer(message.row_scales, dtype=SCALE)
     wrong = np.flatnonzero(~((scales_R >= 0) & (scales_R < np.inf)))
     if wrong.size:

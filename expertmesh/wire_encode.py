@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +28,8 @@ LENGTH = struct.Struct("<I")
 """In front of a message on a direct connection."""
 
 _ALIGNMENT = 16
-_SMALL = [bytes((value,)) for value in range(128)]
+_CACHED_SHAPES = 4096
+_CACHED_IDS = 16  # one id goes to several expert workers
 _TWO_FIXED64 = struct.Struct("<BQBQ")
 _FIXED64 = struct.Struct("<BQ")
 _FIXED32 = struct.Struct("<BI")
@@ -120,6 +122,14 @@ class CallTarget:
 
     incarnation: int
     model_fingerprint: int
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Its fields of a ForwardRequest."""
+        return _TWO_FIXED64.pack(
+            *(_REQUEST_INCARNATION, self.incarnation),
+            *(_REQUEST_FINGERPRINT, self.model_fingerprint),
+        )
 
 
 class RequestFrame:
@@ -259,12 +269,7 @@ def _request_fields(
             _REQUEST_ID,
             _varint(len(identity)),
             identity,
-            _TWO_FIXED64.pack(
-                _REQUEST_INCARNATION,
-                target.incarnation,
-                _REQUEST_FINGERPRINT,
-                target.model_fingerprint,
-            ),
+            target.encoded,
             _REQUEST_OFFSETS,
             _varint(len(offsets)),
             offsets,
@@ -280,6 +285,7 @@ def _request_fields(
     )
 
 
+@lru_cache(_CACHED_IDS)
 def encode_call_id(call_id: CallId) -> bytes:
     """A serialized CallId."""
     parts = [_FIXED64.pack(_ID_GATEWAY, call_id.gateway)]
@@ -288,6 +294,7 @@ def encode_call_id(call_id: CallId) -> bytes:
     return b"".join(parts)
 
 
+@lru_cache(_CACHED_SHAPES)
 def _tensor_head(dtype: WireDtype, shape: tuple[int, ...], num_bytes: int) -> bytes:
     """A tensor up to its data."""
     extents = b"".join(map(_varint, shape))
@@ -309,13 +316,18 @@ def _scales_head(num_rows: int) -> bytes:
     return _TENSOR_SCALES + _varint(4 * num_rows)
 
 
-def _varint(value: int) -> bytes:
+def _long_varint(value: int) -> bytes:
     """An unsigned number in groups of 7 bits."""
-    if value < 128:
-        return _SMALL[value]
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+_VARINTS = [_long_varint(value) for value in range(2**12)]
+
+
+def _varint(value: int) -> bytes:
+    return _VARINTS[value] if value < 2**12 else _long_varint(value)

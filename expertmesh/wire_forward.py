@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,14 @@ class ForwardLimits:
         """How hidden states may travel: as they are, or in fewer bytes."""
         narrower: tuple[WireDtype, ...] = ("bfloat16",) if self.dtype == "float32" else ()
         return (self.dtype, *narrower, "int8")
+
+    @cached_property
+    def _wire_codes(self) -> frozenset[int]:
+        return frozenset(WIRE_CODES[dtype] for dtype in self.wire_dtypes)
+
+    def takes(self, dtype_code: int) -> bool:
+        """True if hidden states may travel as this `expertmesh.v1.Dtype`."""
+        return dtype_code in self._wire_codes
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,7 @@ def _decode_hidden_states(message: pb.Tensor, limits: ForwardLimits) -> tuple[Ra
             f"hidden_states has {shape[0]} rows, expected at most the {limits.max_rows} row "
             "credits of a stream",
         )
-    if message.dtype not in (WIRE_CODES[dtype] for dtype in limits.wire_dtypes):
+    if not limits.takes(message.dtype):
         accepted = ", ".join(f"{WIRE_CODES[dtype]} ({dtype})" for dtype in limits.wire_dtypes)
         raise invalid(f"hidden_states.dtype is {message.dtype}, expected one of {accepted}")
     return decode_tensor(message, "hidden_states")

@@ -38,6 +38,11 @@ def as_bits(array: NDArray[np.generic], dtype: DtypeName) -> Bits:
     return cast(Bits, array.view(BITS_DTYPES[dtype]))
 
 
+def empty_bits(shape: tuple[int, int], dtype: DtypeName) -> Bits:
+    """An array for the bits of elements."""
+    return cast(Bits, np.empty(shape, BITS_DTYPES[dtype]))
+
+
 @dataclass(frozen=True)
 class WorkerRows:
     """What one expert worker gets: each token row once, and its experts in CSR form.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
+from unittest import mock
 
 import grpc
 import numpy as np
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from expert_worker import backend
 from expert_worker.server import SERVICE, ExpertServer
 from expertmesh.grpc_options import channel_options
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -61,3 +65,26 @@ def health(opened: grpc.Channel, service: str = "") -> int:
     """Status by grpc.health.v1."""
     message = health_pb2.HealthCheckRequest(service=service)
     return int(health_pb2_grpc.HealthStub(opened).Check(message, timeout=TIMEOUT_S).status)
+
+
+@contextmanager
+def busy_device(server: ExpertServer) -> Iterator[None]:
+    """A computation that nobody counts as a call lasts until the end of the context."""
+    begun, may_end = Event(), Event()
+
+    def hold(x_RH: torch.Tensor, *args: object) -> torch.Tensor:
+        begun.set()
+        assert may_end.wait(TIMEOUT_S)
+        return torch.zeros(1, HIDDEN)
+
+    pair = np.zeros(1, np.int64)
+    arguments = (0, torch.ones(1, HIDDEN), pair, pair)
+    holder = Thread(target=server.backend.run, args=arguments, name="test-holder")
+    with mock.patch.object(backend, "grouped_mlp", hold):
+        holder.start()
+        assert begun.wait(TIMEOUT_S)
+    try:
+        yield
+    finally:
+        may_end.set()
+        holder.join(TIMEOUT_S)

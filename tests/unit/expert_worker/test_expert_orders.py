@@ -18,7 +18,7 @@ from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
 from tests.conftest import Models
 from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
-from tests.support.expert_wire import TIMEOUT_S, RawStream, channel, health, request
+from tests.support.expert_wire import TIMEOUT_S, RawStream, busy_device, channel, health, request
 from tests.support.processes import poll
 from tests.support.tiny_checkpoints import MIXTRAL
 
@@ -256,16 +256,13 @@ def test_drain_waits_for_calls_in_flight(server: ExpertServer) -> None:
     message = request(server).SerializeToString()
     own = server.state.identity.incarnation
     with channel(server) as opened:
-        server.backend._device_lock.acquire()
-        try:
+        with busy_device(server):
             slow = RawStream(opened, [message])
             poll(lambda: server.state.calls_in_flight == 1, timeout_s=TIMEOUT_S, what="it waits")
             drain = iter(rpc.ExpertServiceStub(opened).Drain(pb.DrainRequest(incarnation=own)))
             assert next(drain).calls_in_flight == 1
             (refused,) = RawStream(opened, [message]).read()
             assert refused.error.code == E.CODE_DRAINING
-        finally:
-            server.backend._device_lock.release()
         assert [reply.HasField("outputs") for reply in slow.read()] == [True]
         assert list(drain)[-1].drained
         assert server.state.snapshot().draining

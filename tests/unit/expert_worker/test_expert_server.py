@@ -21,7 +21,15 @@ from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import encode_tensor
 from tests.conftest import Models
 from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
-from tests.support.expert_wire import HIDDEN, TIMEOUT_S, RawStream, channel, health, request
+from tests.support.expert_wire import (
+    HIDDEN,
+    TIMEOUT_S,
+    RawStream,
+    busy_device,
+    channel,
+    health,
+    request,
+)
 from tests.support.processes import poll
 from tests.support.tiny_checkpoints import MIXTRAL
 
@@ -100,26 +108,24 @@ def test_wrong_messages_are_answered_and_the_stream_goes_on(server: ExpertServer
 def test_time_that_is_used_up_is_not_spent(server: ExpertServer) -> None:
     """A call that waits for the device longer than its time left is dropped, not computed."""
     message = request(server, time_left_us=20_000).SerializeToString()
-    with channel(server) as opened, server.backend._device_lock:
+    with channel(server) as opened, busy_device(server):
         (reply,) = RawStream(opened, [message]).read()
     assert reply.error.code == E.CODE_DEADLINE_EXCEEDED
     assert "time_left_us is 20000" in reply.error.message
 
 
 def test_streams_share_the_device(server: ExpertServer) -> None:
-    """Two streams never compute at once; the one that waits reports the time in its queue."""
+    """Two streams wait while a call computes, and report the time in their queue."""
     message = request(server).SerializeToString()
     with channel(server) as opened:
-        server.backend._device_lock.acquire()
-        streams = [RawStream(opened, [message]) for _ in range(2)]
-        try:
+        with busy_device(server):
+            streams = [RawStream(opened, [message]) for _ in range(2)]
             poll(lambda: server.state.calls_in_flight == 2, timeout_s=TIMEOUT_S, what="both wait")
             assert server.state.load().queued_calls == 1
             assert server.state.load().streams == 2
-        finally:
-            server.backend._device_lock.release()
         replies = [reply for stream in streams for reply in stream.read()]
     assert all(reply.HasField("outputs") and reply.queue_us > 0 for reply in replies)
+    assert replies[0].outputs.data == replies[1].outputs.data
 
 
 def test_message_above_the_limit(server: ExpertServer) -> None:
