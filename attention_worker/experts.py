@@ -23,7 +23,7 @@ from expert_worker.backend import ExpertBackend
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
-from expertmesh.wire import fingerprint64, incarnation, max_message_bytes
+from expertmesh.wire import WireDtype, fingerprint64, incarnation, max_message_bytes
 from expertmesh.wire_encode import CallId
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.router import Routing
@@ -126,13 +126,21 @@ class RemoteExperts:
     Args:
         config: The model.
         model_fingerprint: Of its checkpoint; expert workers of another refuse.
-        dtype: Of hidden states, in memory and on the wire.
+        dtype: Of hidden states and outputs.
+        wire_dtype: How hidden states travel; by default as they are.
     """
 
-    def __init__(self, config: ModelConfig, model_fingerprint: bytes, dtype: DtypeName) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        model_fingerprint: bytes,
+        dtype: DtypeName,
+        wire_dtype: WireDtype | None = None,
+    ) -> None:
         self._config = config
         self._fingerprint = fingerprint64(model_fingerprint)
         self._dtype: DtypeName = dtype
+        self._wire_dtype: WireDtype = wire_dtype or dtype
         self._own_id = incarnation()  # stands in for the gateway's until a map names that
         self._lock = threading.Lock()
         self._waiting = Waiting()
@@ -178,6 +186,7 @@ class RemoteExperts:
             routing=routing,
             num_generated_rows=num_generated_rows,
             dtype=self._dtype,
+            wire_dtype=self._wire_dtype,
             model_fingerprint=self._fingerprint,
             deadline_s=deadline_s,
         )

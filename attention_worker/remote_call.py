@@ -18,10 +18,11 @@ from torch import Tensor
 from attention_worker.expert_routes import Routes
 from attention_worker.expert_stream import Call, Outcome
 from attention_worker.outcomes import Outcomes, Waiting
-from expert_worker.backend import raw_array
+from attention_worker.row_writer import row_writer
 from expertmesh.errors import ExpertUnavailableError, WireError
 from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import WireDtype
 from expertmesh.wire_encode import CallId, CallTarget, RequestFrame
 from expertmesh.wire_forward import broken_outputs, view_outputs
 from expertmesh_kernels.combine import combine
@@ -29,7 +30,6 @@ from expertmesh_kernels.dispatch import (
     WorkerRows,
     as_bits,
     empty_bits,
-    gather_rows,
     plan_dispatch,
     scatter_rows,
 )
@@ -56,6 +56,9 @@ class Batch:
     routing: Routing
     num_generated_rows: int
     dtype: DtypeName
+    """Of the hidden states and of the outputs."""
+    wire_dtype: WireDtype
+    """How hidden states travel."""
     model_fingerprint: int
     deadline_s: float
     """On the monotonic clock."""
@@ -80,7 +83,7 @@ class RemoteCall:
         self._tried: dict[int, set[int]] = {}  # expert to the expert workers that failed it
         num_rows, self._hidden_size = batch.hidden_TH.shape
         hidden_TH = batch.hidden_TH.detach().cpu().contiguous()
-        self._hidden_TH = as_bits(raw_array(hidden_TH), batch.dtype)
+        self._write_rows = row_writer(hidden_TH, batch.wire_dtype)
         self._broken_T = np.zeros(num_rows, np.bool_)
         self._has_broken_rows = False
         shape = (batch.routing.topk_ids_TK.size, self._hidden_size)
@@ -137,23 +140,17 @@ class RemoteCall:
             CallTarget(stream.worker.incarnation, self._batch.model_fingerprint),
             rows,
             self._hidden_size,
-            self._batch.dtype,
+            self._batch.wire_dtype,
             time_left_us=max(1, int((limit_s - now_s) * 1e6)),
         )
-        self._write_rows(rows, frame)
+        # A row that is not finite harms its own request only: zeros travel, and its result is NaN,
+        # as it would be with the experts in this process.
+        if not self._write_rows(rows.row_ids_R, frame, self._broken_T):
+            self._has_broken_rows = True
+        frame.finish()
         call = Call(call_id, frame, rows, limit_s, self._outcomes)
         self._open.add(call)
         stream.submit(call)
-
-    def _write_rows(self, rows: WorkerRows, frame: RequestFrame) -> None:
-        """A row that is not finite harms its own request only: zeros travel, and NaN is its result,
-        as it would be with the experts in this process.
-        """
-        dtype = self._batch.dtype
-        target_RH = as_bits(frame.rows_RH, dtype)
-        if not gather_rows(self._hidden_TH, rows.row_ids_R, dtype, target_RH, self._broken_T):
-            self._has_broken_rows = True
-        frame.finish()
 
     def _limit_s(self, rows: WorkerRows, now_s: float) -> float:
         """All the time there is, unless another copy could be asked afterwards."""

@@ -20,10 +20,18 @@ from attention_worker.kv_cache import PagedKvCache
 from attention_worker.model import Model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.model_states.paged_kv import PagedKvState
+from attention_worker.row_writer import row_writer
+from expertmesh.model_config import DtypeName
 from expertmesh.v1 import attention_service_pb2 as pb
+from expertmesh.wire import WireDtype
+from expertmesh.wire_encode import CallId, CallTarget, RequestFrame
 from expertmesh_kernels.combine import combine
-from expertmesh_kernels.dispatch import plan_dispatch
+from expertmesh_kernels.dispatch import as_bits, empty_bits, plan_dispatch, scatter_rows
+from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.router import Routing
+
+_NO_CALL = CallId(gateway=0, epoch=0, step=0, layer=0, micro_batch=0)
+_NOBODY = CallTarget(incarnation=0, model_fingerprint=0)
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,10 @@ class _Zeros:
 class _ZeroExperts:
     """Stands in for expert workers, which may not be known yet: splits and combines rows only."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, dtype: DtypeName, wire_dtype: WireDtype) -> None:
         self._worker_of_expert_E = np.zeros(num_experts, np.int32)
+        self._dtype: DtypeName = dtype
+        self._wire_dtype: WireDtype = wire_dtype
 
     def begin_step(self, step: int) -> None:
         """There is no map to pin."""
@@ -56,20 +66,35 @@ class _ZeroExperts:
         num_generated_rows: int,
         deadline_s: float,
     ) -> Pending:
-        """Plans the call and drops it."""
-        plan_dispatch(routing.topk_ids_TK, self._worker_of_expert_E, num_generated_rows)
+        """Plans the call, writes its message, drops it, and takes zeros as if they came back."""
+        topk_ids_TK = routing.topk_ids_TK
+        for rows in plan_dispatch(topk_ids_TK, self._worker_of_expert_E, num_generated_rows):
+            frame = RequestFrame(_NO_CALL, _NOBODY, rows, h_TH.shape[1], self._wire_dtype)
+            write_rows = row_writer(h_TH.cpu(), self._wire_dtype)
+            write_rows(rows.row_ids_R, frame, np.zeros(len(h_TH), np.bool_))
+            slots_N = rows.slot_ids_N
+            outputs_SH = empty_bits((topk_ids_TK.size, h_TH.shape[1]), self._dtype)
+            zeros = np.frombuffer(bytes(outputs_SH.nbytes), outputs_SH.dtype)  # read-only
+            zeros_SH = as_bits(zeros.reshape(outputs_SH.shape), self._dtype)
+            scatter_rows(zeros_SH, slots_N, self._dtype, outputs_SH)
         return _Zeros(h_TH, routing)
 
 
-def warm_up(model: Model, kv: PagedKvCache) -> None:
+def warm_up(model: Model, kv: PagedKvCache, wire_dtype: WireDtype | None = None) -> None:
     """Runs a prompt step and a decode step of two sequences with zeros for experts' outputs.
 
     What it writes to the KV pool is never read.
 
+    Args:
+        model: What is served.
+        kv: Its pool.
+        wire_dtype: How hidden states will travel; by default as they are.
+
     Raises:
         RuntimeError: A step fails, so no request could be served either.
     """
-    experts = _ZeroExperts(model.config.num_experts)
+    dtype = next(name for name, kind in TORCH_DTYPES.items() if kind == model.dtype)
+    experts = _ZeroExperts(model.config.num_experts, dtype, wire_dtype or dtype)
     limits = RunnerLimits(
         num_request_slots=2, max_step_tokens=8, speculation=Speculation(num_tokens=1)
     )

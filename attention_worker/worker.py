@@ -36,7 +36,7 @@ from expertmesh.model_tools.worker_memory import attention_worker_nbytes
 from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
-from expertmesh.wire import DTYPE_CODES, incarnation
+from expertmesh.wire import DTYPE_CODES, WireDtype, incarnation, wire_dtypes
 from expertmesh_kernels.cpu.team import start_team
 from expertmesh_kernels.host import TORCH_DTYPES, find_device
 from expertmesh_kernels.self_test import numerics_fingerprint
@@ -83,7 +83,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     model = load_model(checkpoint, dtype, device, pool.max_model_len)
     experts, map_user = _experts(settings, checkpoint, dtype_name)
     kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
-    warm_up(model, kv)
+    warm_up(model, kv, _wire_dtype(settings, dtype_name))
     grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
     grammars.prepare()
     state = PagedKvState(kv, pool.max_num_seqs, pool.max_model_len)
@@ -126,13 +126,25 @@ def _experts(
 ) -> tuple[LocalExperts | RemoteExperts, MapUser]:
     """All experts in this process, or the client of the expert workers."""
     if not settings.colocated:
-        remote = RemoteExperts(checkpoint.config, checkpoint.fingerprint, dtype)
+        wire_dtype = _wire_dtype(settings, dtype)
+        remote = RemoteExperts(checkpoint.config, checkpoint.fingerprint, dtype, wire_dtype)
         return remote, remote
     store = ExpertStore(checkpoint, dtype, settings.device)
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
     return LocalExperts(ExpertBackend(store)), NoMapUser()
+
+
+def _wire_dtype(settings: AttentionWorkerSettings, dtype: DtypeName) -> WireDtype:
+    """How hidden states travel, which is never wider than they are."""
+    asked: WireDtype = dtype if settings.wire_dtype == "auto" else settings.wire_dtype
+    if asked not in wire_dtypes(dtype):
+        raise SettingsError(
+            f"wire_dtype is {asked}, but the model is served in {dtype}",
+            fix=f"use auto or one of {', '.join(wire_dtypes(dtype))}",
+        )
+    return asked
 
 
 def _kv_pool_settings(settings: AttentionWorkerSettings, max_model_len: int) -> KvPoolSettings:

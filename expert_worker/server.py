@@ -74,7 +74,7 @@ class ExpertServer:
         self._direct: DirectOffers = NoDirectServer()
         if direct_port is not None:
             self._direct = DirectServer(host, direct_port, limit)
-        servicer = ExpertServicer(
+        self._servicer = ExpertServicer(
             self.state, self.backend, self._maintenance, max_streams, self._direct
         )
         num_threads = 2 * max_streams + _SPARE_THREADS
@@ -85,10 +85,9 @@ class ExpertServer:
             maximum_concurrent_rpcs=num_threads,
             compression=grpc.Compression.NoCompression,
         )
-        self._server.add_generic_rpc_handlers((_handlers(servicer),))
+        self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._set_health(_NOT_SERVING)
-        self._answer = servicer.answer
         try:
             self.port = _bind(self._server, host, port)
         except PortError:
@@ -97,8 +96,12 @@ class ExpertServer:
 
     def start(self) -> None:
         """Answers from now on."""
-        self._direct.serve(self._answer)
+        self._direct.serve(self._servicer.answer)
         self._server.start()
+
+    def warm_up(self, layer: int, expert: int) -> None:
+        """Computes a row of zeros as if it came over the network; counts nothing."""
+        self._servicer.warm_up(layer, expert)
 
     def set_ready(self) -> None:
         """Healthy from now on."""

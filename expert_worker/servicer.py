@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import NoReturn, TypeVar
 
 import grpc
-import torch
+import numpy as np
 from google.protobuf.message import Message
 from torch import Tensor
 
@@ -23,14 +23,22 @@ from expert_worker.backend import ExpertBackend, raw_array
 from expert_worker.device_queue import StepAges
 from expert_worker.direct_server import DirectOffers
 from expert_worker.maintenance import Event, Maintenance
+from expert_worker.row_reader import read_rows
 from expert_worker.state import WorkerState, elapsed_us, remaining, time_left_deadline
 from expertmesh.errors import ExpertUnavailableError, WireError
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.wire import Received, invalid
-from expertmesh.wire_encode import Parts, ReplyHead, encode_reply, frame_of
-from expertmesh.wire_forward import ForwardCall, ForwardLimits, check_rows, view_forward_request
-from expertmesh_kernels.dispatch import CallRows, as_bits, empty_bits, unpack_call
-from expertmesh_kernels.host import TORCH_DTYPES
+from expertmesh.wire import Received, WireDtype, invalid, wire_dtypes
+from expertmesh.wire_encode import (
+    CallId,
+    CallTarget,
+    Parts,
+    ReplyHead,
+    RequestFrame,
+    encode_reply,
+    frame_of,
+)
+from expertmesh.wire_forward import ForwardCall, ForwardLimits, view_forward_request
+from expertmesh_kernels.dispatch import CallRows, WorkerRows
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +117,20 @@ class ExpertServicer:
             reason = f"{type(error).__name__}: {error}"
             return self._refuse(received, WireError(pb.ForwardError.CODE_INTERNAL, reason))
 
+    def warm_up(self, layer: int, expert: int) -> None:
+        """Computes a row of zeros as if it came over the network; counts nothing."""
+        limits = self._limits
+        for dtype in wire_dtypes(limits.dtype):
+            message = pb.ForwardRequest.FromString(zeros_message(layer, expert, dtype, limits))
+            x_RH, rows = read_rows(view_forward_request(message, limits), limits)
+            self._backend.run(layer, x_RH, rows.row_of_pair_N, rows.expert_of_pair_N)
+
     def _answer(self, received: Received[pb.ForwardRequest]) -> Parts:
         message = received.message
         if message is None:
             raise invalid(received.error)
         call = view_forward_request(message, self._limits)
-        x_RH, rows = unpack_rows(call, self._limits)
+        x_RH, rows = read_rows(call, self._limits)
         self._state.begin_call()
         try:
             return self._compute(call, x_RH, rows, received.received_s, message.id)
@@ -250,22 +266,26 @@ class ExpertServicer:
         yield pb.DrainResponse(drained=True)
 
 
-def unpack_rows(call: ForwardCall, limits: ForwardLimits) -> tuple[Tensor, CallRows]:
-    """Hidden states in the dtype of the model, and the pairs, of a call that is all right.
-
-    Raises:
-        WireError: What is wrong with it.
-    """
-    dtype = limits.dtype
-    bits_RH = empty_bits((call.num_rows, limits.hidden_size), dtype)
-    rows = unpack_call(
-        as_bits(call.hidden_RH, dtype), call.row_offsets, call.expert_ids_N,
-        call.gate.num_experts, call.gate.top_k, dtype, bits_RH,
-    )  # fmt: skip
-    if rows is None:
-        check_rows(call)
-        raise AssertionError("the kernel refused a call that is all right")
-    return torch.from_numpy(bits_RH).view(TORCH_DTYPES[dtype]), rows
+def zeros_message(layer: int, expert: int, dtype: WireDtype, limits: ForwardLimits) -> bytes:
+    """A call with one row of zeros for one expert."""
+    frame = RequestFrame(
+        CallId(gateway=0, epoch=0, step=0, layer=layer, micro_batch=0),
+        CallTarget(limits.incarnation, limits.model_fingerprint),
+        WorkerRows(
+            worker=0,
+            row_ids_R=np.zeros(1, np.int64),
+            row_offsets=np.array([0, 1], np.uint32),
+            expert_ids_N=np.full(1, expert, np.uint32),
+            slot_ids_N=np.zeros(1, np.int64),
+            num_generated_rows=0,
+        ),
+        limits.hidden_size,
+        dtype,
+    )
+    frame.rows_RH[:] = 0
+    frame.scales_R[:] = 0
+    frame.finish()
+    return frame.message
 
 
 T = TypeVar("T", bound=Message)

@@ -8,7 +8,6 @@ import os
 import socket
 import time
 
-import numpy as np
 import torch
 
 from expert_worker.memory import give_back_freed_memory
@@ -26,7 +25,6 @@ from expertmesh.settings import ExpertWorkerSettings, data_home
 from expertmesh.stop_request import StopRequest
 from expertmesh.wire import incarnation
 from expertmesh_kernels.cpu.team import start_team
-from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.self_test import experts_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -122,11 +120,7 @@ class ExpertWorker:
             thread.join(2.0)
 
     def _warm_up(self) -> None:
-        """Compiles the kernels for this dtype and device before there is a call."""
+        """Compiles the kernels of a call for this dtype and device before there is one."""
         for layer, held in self.store.residency().items():
-            x_RH = torch.zeros(
-                1, self.store.config.hidden_size, dtype=TORCH_DTYPES[self.store.dtype]
-            )
-            pair = np.zeros(1, np.int64)
-            self.server.backend.run(layer, x_RH, pair, np.full(1, held.resident[0], np.int64))
+            self.server.warm_up(layer, held.resident[0])
             return

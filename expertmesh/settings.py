@@ -18,6 +18,7 @@ from expertmesh.errors import SettingsError
 from expertmesh.settings_base import Settings, check_float, check_host, check_int, check_port
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+WireDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
@@ -186,6 +187,9 @@ class MeshSettings(Settings):
     attention_workers: int = 1
     """Attention workers of the gateway, each with its own KV cache; requests go where their prefix
     is cached or least is to be done."""
+    wire_dtype: WireDtype = "auto"
+    """How hidden states travel to expert workers: auto is the model's own type, bfloat16 halves
+    those of float32, int8 with a scale per row halves or quarters them at the cost of accuracy."""
     threads: int | None = None
     """Most threads of a worker's kernels; by default one for each core of its share."""
     pin_cores: bool = True
@@ -198,6 +202,11 @@ class MeshSettings(Settings):
         check_int("attention_workers", self.attention_workers, 1, 64)
         _check_threads(self.threads)
         _ = self.addresses
+        if self.colocated and self.wire_dtype != "auto":
+            raise SettingsError(
+                f"wire_dtype is {self.wire_dtype}, but experts are local: no rows travel",
+                fix="leave out --wire-dtype",
+            )
 
     @property
     def colocated(self) -> bool:
@@ -296,6 +305,8 @@ class AttentionWorkerSettings(Settings):
     """Most tokens of prompt and output together; by default what the model was trained for."""
     colocated: bool = False
     """Experts are loaded into this process; no expert worker is called."""
+    wire_dtype: WireDtype = "auto"
+    """How hidden states travel to expert workers; see `MeshSettings`."""
     threads: int | None = None
     """Threads of the kernels; by default one for each core that the process may use."""
     cores: str = ""

@@ -56,6 +56,14 @@ WIRE_NUMPY: Mapping[WireDtype, np.dtype[np.number]] = {
     "int8": np.dtype(np.int8),
 }
 _WIRE_NAMES: Mapping[int, WireDtype] = {code: name for name, code in WIRE_CODES.items()}
+
+
+def wire_dtypes(dtype: DtypeName) -> tuple[WireDtype, ...]:
+    """How hidden states of a model in `dtype` may travel: as they are, or in fewer bytes."""
+    narrower: tuple[WireDtype, ...] = ("bfloat16",) if dtype == "float32" else ()
+    return (dtype, *narrower, "int8")
+
+
 _EXPONENT_BITS: Mapping[DtypeName, int] = {
     "float32": 0x7F80_0000,
     "bfloat16": 0x7F80,

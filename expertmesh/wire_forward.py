@@ -29,6 +29,7 @@ from expertmesh.wire import (
     fingerprint64,
     finite_rows,
     invalid,
+    wire_dtypes,
 )
 
 
@@ -67,15 +68,9 @@ class ForwardLimits:
             max_rows=max_rows,
         )
 
-    @property
-    def wire_dtypes(self) -> tuple[WireDtype, ...]:
-        """How hidden states may travel: as they are, or in fewer bytes."""
-        narrower: tuple[WireDtype, ...] = ("bfloat16",) if self.dtype == "float32" else ()
-        return (self.dtype, *narrower, "int8")
-
     @cached_property
     def _wire_codes(self) -> frozenset[int]:
-        return frozenset(WIRE_CODES[dtype] for dtype in self.wire_dtypes)
+        return frozenset(WIRE_CODES[dtype] for dtype in wire_dtypes(self.dtype))
 
     def takes(self, dtype_code: int) -> bool:
         """True if hidden states may travel as this `expertmesh.v1.Dtype`."""
@@ -212,7 +207,9 @@ def _decode_hidden_states(message: pb.Tensor, limits: ForwardLimits) -> tuple[Ra
             "credits of a stream",
         )
     if not limits.takes(message.dtype):
-        accepted = ", ".join(f"{WIRE_CODES[dtype]} ({dtype})" for dtype in limits.wire_dtypes)
+        accepted = ", ".join(
+            f"{WIRE_CODES[dtype]} ({dtype})" for dtype in wire_dtypes(limits.dtype)
+        )
         raise invalid(f"hidden_states.dtype is {message.dtype}, expected one of {accepted}")
     return decode_tensor(message, "hidden_states")
 

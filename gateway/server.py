@@ -248,6 +248,7 @@ class Gateway:
             dtype=self._settings.model.dtype,
             max_model_len=self._settings.model.max_model_len,
             colocated=self._colocated(checkpoint),
+            wire_dtype=self._settings.mesh.wire_dtype,
             engine=self._settings.engine,
             log=self._settings.log,
         )

@@ -168,3 +168,19 @@ def unpack_call(
         out_RH, rows.row_of_pair_N, rows.expert_of_pair_N,
     )  # fmt: skip
     return rows if is_right else None
+
+
+def unpack_pairs(
+    num_rows: int,
+    row_offsets: NDArray[np.uint32],
+    expert_ids_N: NDArray[np.uint32],
+    num_experts: int,
+    top_k: int,
+) -> CallRows | None:
+    """The part of `unpack_call` without the rows."""
+    rows = CallRows(np.empty(expert_ids_N.size, np.int64), np.empty(expert_ids_N.size, np.int64))
+    is_right = cpu.unpack_pairs(
+        num_rows, row_offsets, expert_ids_N, num_experts, top_k,
+        rows.row_of_pair_N, rows.expert_of_pair_N,
+    )  # fmt: skip
+    return rows if is_right else None

@@ -135,34 +135,30 @@ def scatter_rows(
 
 
 @njit
-def unpack_call(
-    rows_RH: NDArray[np.unsignedinteger],
+def unpack_pairs(
+    num_rows: int,
     row_offsets: NDArray[np.uint32],
     expert_ids_N: NDArray[np.uint32],
     num_experts: int,
     top_k: int,
-    exponent: int,
-    out_RH: NDArray[np.unsignedinteger],
     row_of_pair_N: NDArray[np.int64],
     expert_of_pair_N: NDArray[np.int64],
 ) -> bool:
-    """Check a call of R rows and N pairs, and copy it into arrays that kernels take.
+    """Check the routing of a call of R rows and N pairs, and copy it for kernels.
 
     Args:
-        rows_RH: Hidden states.
+        num_rows: R.
         row_offsets: [R + 1].
         expert_ids_N: Experts of the pairs.
         num_experts: Experts of the layer.
         top_k: Most experts of a row.
-        exponent: Bits of the exponent of an element.
-        out_RH: Takes the rows.
         row_of_pair_N: Takes the row of each pair.
         expert_of_pair_N: Takes its expert.
 
     Returns False for offsets that do not begin with 0, rise and end with N, ids that are too large
-    or do not rise within a row, a row with too many, and elements that are not finite.
+    or do not rise within a row, and a row with too many.
     """
-    num_rows, num_pairs = rows_RH.shape[0], expert_ids_N.size
+    num_pairs = expert_ids_N.size
     if row_offsets.size != num_rows + 1 or row_offsets[0] != 0:
         return False
     if row_offsets[num_rows] != num_pairs:
@@ -179,9 +175,38 @@ def unpack_call(
             last = expert
             row_of_pair_N[n] = r
             expert_of_pair_N[n] = expert
-        if not _copy_finite(rows_RH[r], out_RH[r], exponent):
-            return False
     return True
+
+
+@njit
+def copy_rows(
+    rows_RH: NDArray[np.unsignedinteger], exponent: int, out_RH: NDArray[np.unsignedinteger]
+) -> bool:
+    """out = rows; False if an element is not finite."""
+    num_broken = 0
+    for r in range(rows_RH.shape[0]):
+        num_broken += not _copy_finite(rows_RH[r], out_RH[r], exponent)
+    return num_broken == 0
+
+
+@njit
+def unpack_call(
+    rows_RH: NDArray[np.unsignedinteger],
+    row_offsets: NDArray[np.uint32],
+    expert_ids_N: NDArray[np.uint32],
+    num_experts: int,
+    top_k: int,
+    exponent: int,
+    out_RH: NDArray[np.unsignedinteger],
+    row_of_pair_N: NDArray[np.int64],
+    expert_of_pair_N: NDArray[np.int64],
+) -> bool:
+    """`unpack_pairs` and `copy_rows` in one."""
+    is_right = unpack_pairs(
+        rows_RH.shape[0], row_offsets, expert_ids_N, num_experts, top_k,
+        row_of_pair_N, expert_of_pair_N,
+    )  # fmt: skip
+    return is_right and copy_rows(rows_RH, exponent, out_RH)
 
 
 @njit
