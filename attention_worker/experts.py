@@ -10,9 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from attention_worker.expert_routes import Routes
@@ -107,14 +109,19 @@ class LocalExperts:
         deadline_s: float,
     ) -> Pending:
         """Computes at once; see ExpertClient."""
-        num_rows, top_k = routing.topk_ids_TK.shape
-        row_of_pair_N = np.repeat(np.arange(num_rows, dtype=np.int64), top_k)
+        row_of_pair_N = _rows_of_pairs(*routing.topk_ids_TK.shape)
         expert_of_pair_N = routing.topk_ids_TK.reshape(-1).astype(np.int64)
         outputs = self._backend.run(layer, h_TH, row_of_pair_N, expert_of_pair_N)
         return _Finished(combine(outputs.outputs_NH, routing.topk_weights_TK))
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+@lru_cache(maxsize=64)
+def _rows_of_pairs(num_rows: int, top_k: int) -> npt.NDArray[np.int64]:
+    """Row of each pair if all rows have `top_k` experts; kept, as a step asks in every layer."""
+    return np.repeat(np.arange(num_rows, dtype=np.int64), top_k)
 
 
 class RemoteExperts:

@@ -47,6 +47,7 @@ from expertmesh_kernels.heads import pack_heads
 from expertmesh_kernels.linear import pack_linear
 from expertmesh_kernels.paged_attention import AttentionOptions
 from expertmesh_kernels.rope import RopeTable, rope_table
+from expertmesh_kernels.router import Gate
 
 _FP32 = torch.float32
 
@@ -221,9 +222,11 @@ class _Builder:
             selection_bias_E = self._parameters.take(prefix + "selection_bias", _FP32).cpu().numpy()
         return MoeFfn(
             layer=index,
-            gate=self._parameters.linear(prefix + "gate", bias=gate.bias, dtype=_FP32),
-            config=gate,
-            selection_bias_E=selection_bias_E,
+            gate=Gate(
+                self._parameters.linear(prefix + "gate", bias=gate.bias, dtype=_FP32),
+                gate,
+                selection_bias_E,
+            ),
             shared=self._shared(prefix, config),
         )
 

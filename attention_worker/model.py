@@ -7,6 +7,7 @@ a family. All math goes through `expertmesh_kernels`, apart from gathers and res
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from attention_worker.batch import Batch
 from attention_worker.layers.attention import Attention
 from attention_worker.layers.ffn import ExpertCalls, Ffn
 from attention_worker.layers.logits import LogitsEdit
-from attention_worker.layers.norm import Norm
+from attention_worker.layers.norm import Norm, ResidualNorm
 from attention_worker.model_states.paged_kv import AttentionInputs
 from expertmesh.model_config import ModelConfig
 from expertmesh_kernels.linear import PackedLinear, linear
@@ -27,10 +28,10 @@ from expertmesh_kernels.linear import PackedLinear, linear
 class DecoderLayer:
     """x += out_norm(attention(input_norm(x))); x += out_norm(ffn(ffn_norm(x)))."""
 
-    input_norm: Norm
+    input_norm: ResidualNorm
     attention: Attention
     attention_out_norm: Norm
-    ffn_norm: Norm
+    ffn_norm: ResidualNorm
     ffn: Ffn
     ffn_out_norm: Norm
 
@@ -46,29 +47,36 @@ class Model:
     embed_VH: Tensor
     """Scaled as the model wants it."""
     layers: tuple[DecoderLayer, ...]
-    norm: Norm
+    norm: ResidualNorm
     lm_head: PackedLinear
     logits_edits: tuple[LogitsEdit, ...] = ()
     """Applied in order to what `lm_head` gives."""
 
     def forward(self, batch: Batch, inputs: AttentionInputs, calls: ExpertCalls) -> Tensor:
-        """Hidden states after the last layer, [T, H]; keys and values of all rows are written.
+        """Normalised hidden states after the last layer, [T, H]; the rows' keys and values are
+        written.
 
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy within its deadline.
         """
         x_TH = self.embed_VH[batch.token_ids_T]
-        for layer in self.layers:
-            mixed_TH = layer.attention(layer.input_norm(x_TH), inputs)
-            x_TH = x_TH + layer.attention_out_norm(mixed_TH)
-            out_TH = layer.ffn(layer.ffn_norm(x_TH), calls)
-            x_TH = x_TH + layer.ffn_out_norm(out_TH)
-        return x_TH
+        h_TH = self.layers[0].input_norm(x_TH)
+        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
+            mixed_TH = layer.attention(h_TH, inputs)
+            x_TH, h_TH = layer.ffn_norm.add(x_TH, layer.attention_out_norm(mixed_TH))
+            out_TH = layer.ffn(h_TH, calls)
+            x_TH, h_TH = next_norm.add(x_TH, layer.ffn_out_norm(out_TH))
+        return h_TH
 
-    def logits(self, x_TH: Tensor, rows_R: npt.NDArray[np.int64]) -> Tensor:
-        """Logits of some rows of hidden states, float32 [R, V]."""
-        x_RH = self.norm(x_TH[torch.from_numpy(rows_R).to(x_TH.device)])
-        logits_RV = linear(x_RH, self.lm_head, out_dtype=torch.float32)
+    @cached_property
+    def _next_norms(self) -> tuple[ResidualNorm, ...]:
+        """What reads the residual stream after each layer."""
+        return (*(layer.input_norm for layer in self.layers[1:]), self.norm)
+
+    def logits(self, h_TH: Tensor, rows_R: npt.NDArray[np.int64]) -> Tensor:
+        """Logits of some rows of what `forward` gave, float32 [R, V]."""
+        h_RH = h_TH[torch.from_numpy(rows_R).to(h_TH.device)]
+        logits_RV = linear(h_RH, self.lm_head, out_dtype=torch.float32)
         for edit in self.logits_edits:
             edit(logits_RV)
         return logits_RV

@@ -132,12 +132,12 @@ class ModelRunner:
         batch = make_batch(schedule, self._slots, self.model.device)
         calls.recorder = routing_recorder(schedule, batch, self._slots)
         masks = self.grammars.start(batch.sample, self._slots)
-        x_TH = self._forward(schedule, batch, calls)
+        h_TH = self._forward(schedule, batch, calls)
         response = pb.StepResponse(
             status=pb.StepResponse.STATUS_DONE,
-            prompt_logprobs=prompt_logprobs(self.model, x_TH, schedule, batch, self._slots),
+            prompt_logprobs=prompt_logprobs(self.model, h_TH, schedule, batch, self._slots),
         )
-        tokens = self._sample(batch, x_TH, masks, response)
+        tokens = self._sample(batch, h_TH, masks, response)
         num_computed_S = schedule.num_tokens_S.copy()
         num_computed_S[schedule.sample_S] -= tokens.num_rejected_P
         response.routed_experts.extend(calls.recorder.messages(num_computed_S))
@@ -156,27 +156,27 @@ class ModelRunner:
         )
 
     def _forward(self, schedule: Schedule, batch: Batch, calls: ExpertCalls) -> Tensor:
-        """Hidden states of all rows after the last layer, [T, H]."""
+        """Normalised hidden states of all rows after the last layer, [T, H]."""
         calls.num_generated_rows = batch.num_generated_rows
         inputs = self.state.prepare(schedule.slots_S, batch.sequence_of_row_T, batch.positions_T)
         with torch.inference_mode():
             return self.model.forward(batch, inputs, calls)
 
     def _sample(
-        self, batch: Batch, x_TH: Tensor, masks: PendingMasks, response: pb.StepResponse
+        self, batch: Batch, h_TH: Tensor, masks: PendingMasks, response: pb.StepResponse
     ) -> ChosenTokens:
         """Tokens of the sequences that are due one; the response tells them."""
         if not len(batch.sample):
             return no_tokens(batch.sample)
-        logits_RV = self._sample_logits(batch, x_TH)
+        logits_RV = self._sample_logits(batch, h_TH)
         tokens = choose_tokens(logits_RV, batch.sample, self._slots, masks.result())
         tokens.report(response, logits_RV, self._slots)
         return tokens
 
-    def _sample_logits(self, batch: Batch, x_TH: Tensor) -> Tensor:
+    def _sample_logits(self, batch: Batch, h_TH: Tensor) -> Tensor:
         """Logits to sample from, float32 [R, V], on the host."""
         with torch.inference_mode():
-            logits_RV = self.model.logits(x_TH, batch.sample_rows_R)
+            logits_RV = self.model.logits(h_TH, batch.sample_rows_R)
         self.on_logits(batch.sample.slots_R, logits_RV)
         return logits_RV.cpu()
 

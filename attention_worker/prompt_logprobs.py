@@ -22,13 +22,13 @@ CHUNK_ROWS = 64
 
 
 def prompt_logprobs(
-    model: Model, x_TH: Tensor, schedule: Schedule, batch: Batch, slots: RequestSlots
+    model: Model, h_TH: Tensor, schedule: Schedule, batch: Batch, slots: RequestSlots
 ) -> list[pb.PromptLogprobs]:
     """One message for each request that asked and had prompt tokens before the last one computed.
 
     Args:
         model: Makes logits of hidden states.
-        x_TH: Hidden states after the last layer.
+        h_TH: Hidden states after the last layer.
         schedule: What was computed.
         batch: Its rows.
         slots: Know prompts and who asked.
@@ -52,7 +52,7 @@ def prompt_logprobs(
         )
         rows_N = batch.scheduled_rows_T[first : first + num_tokens]
         token_ids_N = slots.token_ids_SL[slot, start + 1 : start + 1 + num_tokens]
-        _fill(message, model, x_TH, rows_N, token_ids_N.astype(np.int64))
+        _fill(message, model, h_TH, rows_N, token_ids_N.astype(np.int64))
         messages.append(message)
     return messages
 
@@ -60,7 +60,7 @@ def prompt_logprobs(
 def _fill(
     message: pb.PromptLogprobs,
     model: Model,
-    x_TH: Tensor,
+    h_TH: Tensor,
     rows_N: npt.NDArray[np.int64],
     token_ids_N: npt.NDArray[np.int64],
 ) -> None:
@@ -68,7 +68,7 @@ def _fill(
     for at in range(0, len(rows_N), CHUNK_ROWS):
         chunk = slice(at, at + CHUNK_ROWS)
         with torch.inference_mode():
-            logits_CV = model.logits(x_TH, rows_N[chunk]).cpu()
+            logits_CV = model.logits(h_TH, rows_N[chunk]).cpu()
         own, ids, values = top_logprobs(logits_CV, token_ids_N[chunk], message.num_top)
         logprobs.append(own.astype("<f4").tobytes())
         top_ids.append(ids.astype("<i4").tobytes())

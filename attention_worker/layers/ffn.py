@@ -9,18 +9,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attention_worker.experts import ExpertClient, Pending
 from attention_worker.routed_experts import NoRecorder, RoutingRecorder
-from expertmesh.model_config import Activation, GateConfig
+from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import sigmoid_scaled
 from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
 from expertmesh_kernels.linear import PackedLinear, linear
-from expertmesh_kernels.router import route
+from expertmesh_kernels.router import Gate, choose_experts
 
 
 @dataclass
@@ -115,18 +113,13 @@ class MoeFfn:
     """A gate on this device, routed experts wherever the expert client finds them."""
 
     layer: int
-    gate: PackedLinear
-    """H -> E; weights and logits are FP32."""
-    config: GateConfig
-    selection_bias_E: npt.NDArray[np.float32] | None = None
-    """Added to the scores that choose; None for zeros."""
+    gate: Gate
     shared: tuple[SharedExpert, ...] = ()
     """Computed while the rows travel."""
 
     def __call__(self, h_TH: Tensor, calls: ExpertCalls) -> Tensor:
         """[T, H] -> [T, H]: the weighted sum over each row's experts, plus the shared experts."""
-        logits_TE = linear(h_TH, self.gate, out_dtype=torch.float32)
-        routing = route(logits_TE, self.config, self.selection_bias_E)
+        routing = choose_experts(h_TH, self.gate)
         calls.recorder.record(routing.topk_ids_TK)
         pending = calls.client.dispatch(
             self.layer, h_TH, routing, calls.num_generated_rows, calls.deadline_s()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from expertmesh_kernels.norm import rms_norm
+from expertmesh_kernels.norm import add_rms_norm, rms_norm
 
 
 class Norm(Protocol):
@@ -15,6 +15,14 @@ class Norm(Protocol):
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H], same dtype; the input is not changed."""
+        ...
+
+
+class ResidualNorm(Norm, Protocol):
+    """A norm on the residual stream."""
+
+    def add(self, x_TH: Tensor, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and the norm of it."""
         ...
 
 
@@ -31,6 +39,10 @@ class RmsNorm:
     def __call__(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H], same dtype."""
         return rms_norm(x_TH, self.weight_H, self.eps, round_first=self.round_first)
+
+    def add(self, x_TH: Tensor, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and the norm of it, in one pass."""
+        return add_rms_norm(x_TH, y_TH, self.weight_H, self.eps, round_first=self.round_first)
 
 
 @dataclass(frozen=True)

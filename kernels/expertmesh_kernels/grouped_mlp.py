@@ -26,7 +26,7 @@ from expertmesh_kernels.cpu.mlp import (
     NUM_PARTS,
 )
 from expertmesh_kernels.cpu.mlp import grouped_mlp as cpu_grouped_mlp
-from expertmesh_kernels.host import as_array, as_input
+from expertmesh_kernels.host import LIKE, as_input
 from expertmesh_kernels.linear import Format, PackedLinear, linear_reference, pack_linear
 
 if TYPE_CHECKING:
@@ -171,15 +171,19 @@ def grouped_mlp(
     out_NH = x_RH.new_empty(len(row_of_pair_N), x_RH.shape[1])
     if not len(row_of_pair_N):
         return out_NH
-    if missing := experts.missing(expert_of_pair_N):
-        raise KeyError(f"experts {missing} are not in the table")
+    if not experts:
+        raise KeyError("the table has no experts")
     weights = experts.any_expert
     _check(x_RH, weights)
-    cpu_grouped_mlp(
-        as_array(x_RH), as_input(row_of_pair_N, np.int64), as_input(expert_of_pair_N, np.int64),
+    x_RH = x_RH.contiguous()
+    wrong_pair = cpu_grouped_mlp(
+        x_RH.data_ptr(), (x_RH.shape[0], x_RH.shape[1]), LIKE[x_RH.dtype],
+        as_input(row_of_pair_N, np.int64), as_input(expert_of_pair_N, np.int64),
         experts.addresses_EA, experts.like, weights.down.in_features, *cpu_arguments(activation),
-        as_array(out_NH),
+        out_NH.data_ptr(),
     )  # fmt: skip
+    if wrong_pair >= 0:
+        raise KeyError(f"expert {expert_of_pair_N[wrong_pair]} is not in the table")
     return out_NH
 
 

@@ -26,6 +26,14 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
+LIKE: dict[torch.dtype, NDArray[np.generic]] = {
+    torch.float32: np.empty(0, np.float32),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
+}
+"""Empty arrays of the types that kernels see. What is called for every layer takes addresses and
+one of these: that costs a tenth of turning tensors into arrays."""
+
 
 def find_device(name: str) -> torch.device:
     """The device that torch calls so.

@@ -21,7 +21,7 @@ from expertmesh_kernels.cpu.amx import STEP
 from expertmesh_kernels.cpu.features import has_amx
 from expertmesh_kernels.cpu.linear import linear as cpu_linear
 from expertmesh_kernels.cpu.tile import PANEL
-from expertmesh_kernels.host import as_array
+from expertmesh_kernels.host import LIKE, as_array
 
 NO_BIAS = np.empty(0, np.float32)
 """As CPU kernels take it."""
@@ -166,14 +166,16 @@ def linear(x_RK: Tensor, packed: PackedLinear, *, out_dtype: torch.dtype | None 
     out_RN = torch.empty(num_rows, packed.out_features, dtype=out_dtype or x_RK.dtype)
     x_RK = _as_multiplied(x_RK, packed)
     cpu_linear(
-        as_array(x_RK).reshape(-1), packed.depth, num_rows, packed.panels, packed.depth,
-        packed.bias, as_array(out_RN).reshape(-1), packed.out_features,
+        x_RK.data_ptr(), LIKE[x_RK.dtype], x_RK.stride(0), num_rows, packed.panels, packed.depth,
+        packed.bias, out_RN.data_ptr(), LIKE[out_RN.dtype], packed.out_features,
     )  # fmt: skip
     return out_RN
 
 
 def _as_multiplied(x_RK: Tensor, packed: PackedLinear) -> Tensor:
-    """Rows as the kernel reads them: FP32, or bfloat16 padded to whole steps."""
+    """Rows as the kernel reads them, adjacent inside: FP32, or bfloat16 padded to whole steps."""
+    if x_RK.stride(1) != 1:
+        x_RK = x_RK.contiguous()
     if packed.format == "panels":
         return x_RK.float()
     if x_RK.dtype != packed.weight.dtype:

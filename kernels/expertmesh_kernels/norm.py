@@ -7,8 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertmesh_kernels.cpu.norm import add_rms_norm as cpu_add_rms_norm
 from expertmesh_kernels.cpu.norm import rms_norm as cpu_rms_norm
-from expertmesh_kernels.host import as_array, as_heads
+from expertmesh_kernels.host import LIKE, as_array, as_heads
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = True) -> Tensor:
@@ -36,6 +37,27 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = 
         weight_H, eps, round_first,
     )  # fmt: skip
     return out_TH
+
+
+def add_rms_norm(
+    x_TH: Tensor, y_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """x + y in their dtype, and `rms_norm` of it: the residual stream and what a layer reads."""
+    if x_TH.device.type != "cpu":
+        sum_TH = x_TH + y_TH
+        return sum_TH, rms_norm(sum_TH, weight_H, eps, round_first=round_first)
+    if x_TH.shape != y_TH.shape or x_TH.dtype != y_TH.dtype or x_TH.shape[1:] != weight_H.shape:
+        raise ValueError(
+            f"x is {x_TH.dtype} {tuple(x_TH.shape)} and y {y_TH.dtype} {tuple(y_TH.shape)}, "
+            f"expected twice [T, {len(weight_H)}]"
+        )
+    x_TH, y_TH = x_TH.contiguous(), y_TH.contiguous()
+    sum_TH, out_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
+    cpu_add_rms_norm(
+        x_TH.data_ptr(), y_TH.data_ptr(), sum_TH.data_ptr(), out_TH.data_ptr(),
+        LIKE[x_TH.dtype], len(x_TH), weight_H.numpy(), np.float32(eps), round_first,
+    )  # fmt: skip
+    return sum_TH, out_TH
 
 
 def rms_norm_heads_(

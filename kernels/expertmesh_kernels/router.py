@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -10,8 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh.model_config import GateConfig
+from expertmesh_kernels.cpu.router import Rules
+from expertmesh_kernels.cpu.router import gate_and_route as cpu_gate_and_route
 from expertmesh_kernels.cpu.router import route as cpu_route
-from expertmesh_kernels.host import as_array, as_input
+from expertmesh_kernels.host import LIKE, as_array, as_input
+from expertmesh_kernels.linear import PackedLinear, linear
 
 _NO_BIAS = np.empty(0, np.float32)
 
@@ -22,6 +26,79 @@ class Routing:
 
     topk_ids_TK: NDArray[np.int32]
     topk_weights_TK: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gate of an MoE layer.
+
+    Raises:
+        ValueError: The parts do not fit each other.
+    """
+
+    linear: PackedLinear
+    """H -> E, FP32."""
+    config: GateConfig
+    selection_bias_E: NDArray[np.float32] | None = None
+    """Added to the scores for the choice, if the gate has such a bias."""
+
+    def __post_init__(self) -> None:
+        weight, num_experts = self.linear.weight, self.linear.out_features
+        if weight.dtype != torch.float32 or num_experts != self.config.num_experts:
+            raise ValueError(
+                f"gate is {weight.dtype} with {num_experts} experts, "
+                f"expected float32 with {self.config.num_experts}"
+            )
+        _check_bias(self.config, self.selection_bias_E)
+        _check_groups(self.config)
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The equation, as the CPU kernel takes it."""
+        return _rules(self.config)
+
+    @cached_property
+    def bias(self) -> NDArray[np.float32]:
+        """The selection bias, as the CPU kernel takes it."""
+        return _as_bias(self.selection_bias_E)
+
+
+def choose_experts(h_TH: Tensor, gate: Gate) -> Routing:
+    """Logits in FP32 and `route` of them, in one pass on CPU.
+
+    Args:
+        h_TH: Hidden states, any floating dtype.
+        gate: On the device of the hidden states.
+    """
+    if h_TH.device.type != "cpu":
+        logits_TE = linear(h_TH, gate.linear, out_dtype=torch.float32)
+        return route(logits_TE, gate.config, gate.selection_bias_E)
+    if h_TH.shape[1] != gate.linear.in_features:
+        raise ValueError(f"x has {h_TH.shape[1]} features, expected {gate.linear.in_features}")
+    h_TH = h_TH.contiguous()
+    shape = (len(h_TH), gate.config.top_k)
+    routing = Routing(np.empty(shape, np.int32), np.empty(shape, np.float32))
+    cpu_gate_and_route(
+        h_TH.data_ptr(), LIKE[h_TH.dtype], gate.linear.panels, gate.linear.bias, gate.rules,
+        gate.bias, gate.config.num_experts, routing.topk_ids_TK, routing.topk_weights_TK,
+    )  # fmt: skip
+    return routing
+
+
+def _rules(gate: GateConfig) -> Rules:
+    return (
+        gate.scoring == "sigmoid",
+        gate.num_groups,
+        gate.top_groups,
+        gate.group_score == "top2_sum",
+        gate.renormalize,
+        np.float32(gate.renormalize_eps),
+        np.float32(gate.scale),
+    )
+
+
+def _as_bias(selection_bias_E: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    return _NO_BIAS if selection_bias_E is None else as_input(selection_bias_E, np.float32)
 
 
 def route(
@@ -46,11 +123,8 @@ def route(
         return route_reference(logits_TE, gate, selection_bias_E)
     shape = (logits_TE.shape[0], gate.top_k)
     routing = Routing(np.empty(shape, np.int32), np.empty(shape, np.float32))
-    bias_E = _NO_BIAS if selection_bias_E is None else as_input(selection_bias_E, np.float32)
     cpu_route(
-        as_array(logits_TE), gate.scoring == "sigmoid", bias_E,
-        gate.num_groups, gate.top_groups, gate.group_score == "top2_sum",
-        gate.renormalize, np.float32(gate.renormalize_eps), np.float32(gate.scale),
+        as_array(logits_TE), _rules(gate), _as_bias(selection_bias_E),
         routing.topk_ids_TK, routing.topk_weights_TK,
     )  # fmt: skip
     return routing
@@ -114,11 +188,15 @@ def _check(
             f"logits are {logits_TE.dtype} {tuple(logits_TE.shape)}, "
             f"expected float32 [T, {num_experts}]"
         )
-    expected = (num_experts,) if gate.selection_bias else None
+    _check_bias(gate, selection_bias_E)
+    _check_groups(gate)
+
+
+def _check_bias(gate: GateConfig, selection_bias_E: NDArray[np.float32] | None) -> None:
+    expected = (gate.num_experts,) if gate.selection_bias else None
     actual = None if selection_bias_E is None else selection_bias_E.shape
     if actual != expected:
         raise ValueError(f"selection bias has shape {actual}, expected {expected}")
-    _check_groups(gate)
 
 
 def _check_groups(gate: GateConfig) -> None:

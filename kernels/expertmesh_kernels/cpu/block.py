@@ -141,8 +141,10 @@ def _gather_row(source: Any, target: Any) -> Any:
     if source.dtype == target.dtype:
 
         def copy(source: Any, target: Any) -> None:
-            target[: source.size] = source
-            target[source.size :] = 0
+            for i in range(source.size):
+                target[i] = source[i]
+            for i in range(source.size, target.size):
+                target[i] = 0
 
         return copy
 

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.block import begin_rows, block_rows, end_rows, multiply, panel_size
 from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.storage import narrow_into
 from expertmesh_kernels.cpu.team import parallel_for
 from expertmesh_kernels.cpu.tile import PANEL
@@ -17,27 +18,33 @@ CHUNK_BYTES = 192 * 1024
 
 @njit
 def linear(
-    x: NDArray[np.generic],
+    x_address: int,
+    like_x: NDArray[np.generic],
     x_stride: int,
     num_rows: int,
     panels: NDArray[np.generic],
     depth: int,
     bias_N: NDArray[np.float32],
-    out: NDArray[np.generic],
+    out_address: int,
+    like_out: NDArray[np.generic],
     num_columns: int,
 ) -> None:
     """out[t] = x[t] @ weight + bias, rounded once.
 
     Args:
-        x: Flat rows as `multiply` reads them.
+        x_address: Of rows as `multiply` reads them.
+        like_x: Their type.
         x_stride: Distance of two rows.
         num_rows: Rows.
         panels: Flat weights.
         depth: Features, as packed.
         bias_N: FP32, or empty.
-        out: Flat, contiguous; any stored type.
+        out_address: Of contiguous rows.
+        like_out: Their type, any stored one.
         num_columns: N.
     """
+    x = array_at(x_address, num_rows * x_stride, like_x)
+    out = array_at(out_address, num_rows * num_columns, like_out)
     num_panels = -(-num_columns // PANEL)
     per_chunk = panels_per_chunk(panels, depth)
     parallel_for(

@@ -39,7 +39,9 @@ _GATHERED_ROWS = 64
 
 @njit
 def grouped_mlp(
-    x_RH: NDArray[np.generic],
+    x_address: int,
+    shape: tuple[int, int],
+    like_x: NDArray[np.generic],
     rows_N: NDArray[np.int64],
     experts_N: NDArray[np.int64],
     table_EA: NDArray[np.int64],
@@ -48,28 +50,36 @@ def grouped_mlp(
     kind: int,
     alpha: np.float32,
     limit: np.float32,
-    out_NH: NDArray[np.generic],
-) -> None:
+    out_address: int,
+) -> int:
     """out[n] = down(act(gate(x[row n]), up(x[row n]))) with the expert of pair n.
 
-    The product with `down` takes the activations rounded to the type of x.
+    The product with `down` takes the activations rounded to the type of x. Returns -1, or the
+    first pair, if any, whose expert is not in the table; then nothing is computed.
 
     Args:
-        x_RH: Stored rows.
+        x_address: Of contiguous rows.
+        shape: Of the rows.
+        like_x: An empty array of the type of rows and outputs.
         rows_N: Row of each pair.
-        experts_N: Expert of each pair, a row of the table with addresses.
+        experts_N: Expert of each pair.
         table_EA: See `GATE_UP`.
         like: An empty array of the type of the packed weights.
         width: I.
         kind: Of the activation; see `expertmesh_kernels.cpu.activation`.
         alpha: Of the activation.
         limit: Of the activation.
-        out_NH: Any stored type.
+        out_address: Of contiguous outputs, one a pair.
     """
-    hidden, num_pairs = x_RH.shape[1], rows_N.size
+    num_pairs, hidden = rows_N.size, shape[1]
+    for n in range(num_pairs):
+        if experts_N[n] >= table_EA.shape[0] or table_EA[experts_N[n], GATE_UP] == 0:
+            return n
+    x_RH = array_at(x_address, shape[0] * hidden, like_x).reshape(shape)
+    out_NH = array_at(out_address, num_pairs * hidden, like_x).reshape((num_pairs, hidden))
     depth, act_depth = packed_depth(like, hidden), packed_depth(like, width)
     order_N, starts_E = _by_expert(experts_N, table_EA.shape[0])
-    groups = (starts_E, np.flatnonzero(starts_E[1:] > starts_E[:-1]), table_EA)
+    groups = (starts_E, _used(starts_E), table_EA)
     num_used = groups[1].size
     x = new_rows(like, num_pairs * depth)
     act = new_rows(like, num_pairs * act_depth)
@@ -93,6 +103,7 @@ def grouped_mlp(
         (act, act_depth, groups, like, order_N, out_NH, per_chunk, chunks),
         num_used * chunks,
     )
+    return -1
 
 
 @njit
@@ -116,6 +127,18 @@ def _by_expert(
         order_N[next_E[experts_N[n]]] = n
         next_E[experts_N[n]] += 1
     return order_N, starts_E
+
+
+@njit
+def _used(starts_E: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Experts with pairs; a loop, since NumPy's function takes long to compile."""
+    used_E = np.empty(starts_E.size - 1, np.int64)
+    count = 0
+    for e in range(used_E.size):
+        if starts_E[e + 1] > starts_E[e]:
+            used_E[count] = e
+            count += 1
+    return used_E[:count]
 
 
 @njit

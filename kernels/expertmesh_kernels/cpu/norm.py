@@ -6,9 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.primitives import fma, narrow_like, widen
+from expertmesh_kernels.cpu.team import parallel_for
 
 _LANES = 16
+_ROWS_PER_CHUNK = 32
 
 
 @njit
@@ -67,3 +70,42 @@ def _sum_of_squares(wide: NDArray[np.float32], sums: NDArray[np.float32]) -> np.
         for lane in range(step):
             sums[lane] += sums[lane + step]
     return np.float32(sums[0])
+
+
+@njit
+def add_rms_norm(
+    x_address: int,
+    y_address: int,
+    sum_address: int,
+    out_address: int,
+    like: NDArray[np.generic],
+    num_rows: int,
+    weight: NDArray[np.float32],
+    eps: np.float32,
+    round_first: bool,
+) -> None:
+    """sum = x + y, rounded; out = rms_norm(sum). All contiguous, of the type of `like`."""
+    size = num_rows * weight.size
+    x, y = array_at(x_address, size, like), array_at(y_address, size, like)
+    total, out = array_at(sum_address, size, like), array_at(out_address, size, like)
+    rows = (x, y, total, out)
+    parallel_for(_add_norm_chunk, (rows, weight, eps, round_first), -(-num_rows // _ROWS_PER_CHUNK))
+
+
+@njit
+def _add_norm_chunk(
+    rows: tuple[NDArray[np.generic], ...],
+    weight: NDArray[np.float32],
+    eps: np.float32,
+    round_first: bool,
+    chunk: int,
+) -> None:
+    x, y, total, out = rows
+    width = weight.size
+    first = chunk * _ROWS_PER_CHUNK * width
+    last = min(first + _ROWS_PER_CHUNK * width, x.size)
+    a, b, target = x[first:last], y[first:last], total[first:last]
+    for i in range(target.size):
+        target[i] = narrow_like(widen(a[i]) + widen(b[i]), total)
+    num_rows = target.size // width
+    rms_norm(target, out[first:last], (width, width), (num_rows, 1), weight, eps, round_first)

@@ -5,25 +5,96 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.block import multiply
 from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.primitives import exp
+from expertmesh_kernels.cpu.storage import widen_into
+from expertmesh_kernels.cpu.team import parallel_for
+from expertmesh_kernels.cpu.tile import PANEL
 
 _MINUS_INF = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
+_ROWS = 24
+"""Rows of a chunk."""
+
+Rules = tuple[bool, int, int, bool, bool, np.float32, np.float32]
+"""A gate's equation: scores are sigmoids, else a softmax; groups of adjacent experts; groups to
+choose from, those of the best score, ties to the lowest; a group's score is the sum of its two
+largest choices, else the largest; weights are divided by their sum plus eps; eps; their factor."""
+
+
+@njit
+def gate_and_route(
+    h_address: int,
+    like: NDArray[np.generic],
+    panels: NDArray[np.generic],
+    gate_bias_E: NDArray[np.float32],
+    rules: Rules,
+    bias_E: NDArray[np.float32],
+    num_experts: int,
+    ids_TK: NDArray[np.int32],
+    weights_TK: NDArray[np.float32],
+) -> None:
+    """Logits of rows by the gate, and `route` of them, in one pass over the rows.
+
+    Args:
+        h_address: Of contiguous rows.
+        like: Their type.
+        panels: Flat weights of the gate, FP32.
+        gate_bias_E: Added to the logits; or empty.
+        rules: See `Rules`.
+        bias_E: See `route`.
+        num_experts: E.
+        ids_TK: Experts.
+        weights_TK: Their weights.
+    """
+    num_rows = ids_TK.shape[0]
+    depth = panels.size // (-(-num_experts // PANEL) * PANEL)
+    h = array_at(h_address, num_rows * depth, like)
+    parallel_for(
+        _gate_chunk,
+        (h, depth, panels, gate_bias_E, rules, bias_E, num_experts, ids_TK, weights_TK),
+        -(-num_rows // _ROWS),
+    )
+
+
+@njit
+def _gate_chunk(
+    h: NDArray[np.generic],
+    depth: int,
+    panels: NDArray[np.generic],
+    gate_bias_E: NDArray[np.float32],
+    rules: Rules,
+    bias_E: NDArray[np.float32],
+    num_experts: int,
+    ids_TK: NDArray[np.int32],
+    weights_TK: NDArray[np.float32],
+    chunk: int,
+) -> None:
+    first = chunk * _ROWS
+    rows = min(_ROWS, ids_TK.shape[0] - first)
+    wide = np.empty(rows * depth, np.float32)
+    widen_into(h, first * depth, rows * depth, wide, 0)
+    acc = np.empty(_ROWS * PANEL, np.float32)
+    logits = np.empty((rows, num_experts), np.float32)
+    for panel in range(-(-num_experts // PANEL)):
+        multiply(wide, 0, depth, rows, panels, panel, depth, acc)
+        column = panel * PANEL
+        for r in range(rows):
+            for c in range(min(PANEL, num_experts - column)):
+                bias = gate_bias_E[column + c] if gate_bias_E.size > 0 else _ZERO
+                logits[r, column + c] = acc[r * PANEL + c] + bias
+    last = first + rows
+    route(logits, rules, bias_E, ids_TK[first:last], weights_TK[first:last])
 
 
 @njit
 def route(
     logits_TE: NDArray[np.float32],
-    is_sigmoid: bool,
+    rules: Rules,
     bias_E: NDArray[np.float32],
-    num_groups: int,
-    top_groups: int,
-    is_top2_sum: bool,
-    renormalize: bool,
-    eps: np.float32,
-    scale: np.float32,
     ids_TK: NDArray[np.int32],
     weights_TK: NDArray[np.float32],
 ) -> None:
@@ -34,17 +105,12 @@ def route(
 
     Args:
         logits_TE: NaN counts as -inf.
-        is_sigmoid: Scores are sigmoids, else a softmax.
+        rules: See `Rules`.
         bias_E: Added to the scores for the choice alone; empty for none.
-        num_groups: Groups of adjacent experts.
-        top_groups: Groups to choose from; those of the best score, ties to the lowest.
-        is_top2_sum: A group's score is the sum of its two largest choices, else the largest.
-        renormalize: Divide the weights by their sum plus `eps`.
-        eps: See above.
-        scale: Factor of the weights.
         ids_TK: Experts.
         weights_TK: Their weights.
     """
+    is_sigmoid, num_groups, top_groups, is_top2_sum, renormalize, eps, scale = rules
     num_experts = logits_TE.shape[1]
     scores = np.empty(num_experts, np.float32)
     choice = np.empty(num_experts, np.float32)

@@ -13,7 +13,7 @@ from expertmesh.errors import ExpertUnavailableError
 from expertmesh.model_config import SILU, GateConfig
 from expertmesh_kernels.grouped_mlp import pack_expert
 from expertmesh_kernels.linear import pack_linear
-from expertmesh_kernels.router import Routing
+from expertmesh_kernels.router import Gate, Routing
 
 ROWS = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
 GATE = GateConfig(num_experts=4, top_k=2)
@@ -55,7 +55,7 @@ class Events:
 
 def _layer(*shared: Events) -> MoeFfn:
     gate = pack_linear(torch.randn(4, 8, generator=torch.Generator().manual_seed(2)))
-    return MoeFfn(layer=0, gate=gate, config=GATE, shared=shared)
+    return MoeFfn(layer=0, gate=Gate(gate, GATE), shared=shared)
 
 
 def test_shared_experts_compute_while_rows_travel() -> None:

@@ -61,7 +61,7 @@ def test_norms_and_gates_are_float32_in_any_type(models: Models) -> None:
     assert model.embed_VH.dtype == torch.bfloat16
     for norm in (layer.input_norm, layer.ffn_norm, model.norm):
         assert vars(norm)["weight_H"].dtype == torch.float32
-    assert vars(layer.ffn)["gate"].weight_KN.dtype == torch.float32
+    assert vars(layer.ffn)["gate"].linear.weight_KN.dtype == torch.float32
 
 
 def test_a_tied_output_projection_is_not_scaled_with_the_embedding(models: Models) -> None:

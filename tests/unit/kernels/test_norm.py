@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from expertmesh_kernels.norm import rms_norm, rms_norm_heads_, rms_norm_reference
+from expertmesh_kernels.norm import add_rms_norm, rms_norm, rms_norm_heads_, rms_norm_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -107,3 +107,26 @@ def test_norm_checks_the_width() -> None:
         rms_norm(torch.ones(2, 3), torch.ones(4), 1e-5)
     with pytest.raises(ValueError, match=r"weight has shape \(4,\), expected \(6,\)"):
         rms_norm_heads_(torch.ones(2, 3, 2), torch.ones(4), 1e-5, whole=True)
+
+
+@pytest.mark.parametrize("round_first", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 33, 100])
+def test_the_fused_residual_norm_equals_its_parts_bit_by_bit(
+    rows: int, dtype: torch.dtype, round_first: bool
+) -> None:
+    """The sum is PyTorch's, the norm is `rms_norm` of it; strided inputs are fine."""
+    x_TH, weight_H = make_rows((rows, 70), dtype)
+    y_TH = make_rows((rows, 71), dtype)[0][:, 1:]
+    sum_TH, norm_TH = add_rms_norm(x_TH, y_TH, weight_H, 1e-5, round_first=round_first)
+    assert torch.equal(sum_TH, x_TH + y_TH)
+    expected = rms_norm(x_TH + y_TH, weight_H, 1e-5, round_first=round_first)
+    assert torch.equal(norm_TH, expected)
+
+
+def test_addends_of_different_shapes_are_named() -> None:
+    """Nothing is broadcast or converted."""
+    x_TH, weight_H = make_rows((3, 8), torch.float32)
+    for wrong in (x_TH[:2], x_TH[:, :7], x_TH.bfloat16()):
+        with pytest.raises(ValueError, match=r"x is torch.float32 \(3, 8\) and y"):
+            add_rms_norm(x_TH, wrong, weight_H, 1e-5)

@@ -22,7 +22,8 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from expertmesh.model_config import GateConfig
-from expertmesh_kernels.router import Routing, route, route_reference
+from expertmesh_kernels.linear import linear, pack_linear
+from expertmesh_kernels.router import Gate, Routing, choose_experts, route, route_reference
 
 SOFTMAX = GateConfig(16, 4)
 DEEPSEEK_V2 = GateConfig(16, 4, renormalize=False, scale=16.0, num_groups=4, top_groups=2)
@@ -231,3 +232,37 @@ def test_wrong_logits_are_named() -> None:
         route(torch.zeros(2, 3), GateConfig(4, 2))
     with pytest.raises(ValueError, match=r"selection bias has shape \(4,\), expected None"):
         route(torch.zeros(2, 4), GateConfig(4, 2), np.zeros(4, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"])
+def test_gate_and_route_in_one_pass_equal_the_two_steps(family: str, dtype: torch.dtype) -> None:
+    """The same ids and bits for any number of rows; a NaN row harms itself alone."""
+    config = FAMILIES[family][1]
+    generator = torch.Generator().manual_seed(4)
+    bias_E = torch.randn(16, generator=generator).numpy() if config.selection_bias else None
+    weight_EH = torch.randn(16, 40, generator=generator)
+    gate = Gate(pack_linear(weight_EH, torch.randn(16, generator=generator)), config, bias_E)
+    h_TH = torch.randn(60, 40, generator=generator).to(dtype)
+    h_TH[7] = torch.nan
+    together = choose_experts(h_TH, gate)
+    expected = route(linear(h_TH, gate.linear, out_dtype=torch.float32), config, bias_E)
+    assert np.array_equal(together.topk_ids_TK, expected.topk_ids_TK)
+    assert np.array_equal(together.topk_weights_TK, expected.topk_weights_TK)
+    alone = choose_experts(h_TH[20:21], gate)
+    assert np.array_equal(together.topk_weights_TK[20:21], alone.topk_weights_TK)
+
+
+def test_a_gate_of_parts_that_do_not_fit_is_refused() -> None:
+    """When it is made, so that no call need check."""
+    gate = pack_linear(torch.ones(16, 4))
+    with pytest.raises(ValueError, match="expected float32 with 16"):
+        Gate(pack_linear(torch.ones(15, 4)), SOFTMAX)
+    with pytest.raises(ValueError, match=r"torch.bfloat16 .*, expected float32"):
+        Gate(pack_linear(torch.ones(16, 4).bfloat16()), SOFTMAX)
+    with pytest.raises(ValueError, match="selection bias has shape None"):
+        Gate(gate, DEEPSEEK_V3)
+    with pytest.raises(ValueError, match="cannot be chosen"):
+        Gate(gate, replace(SOFTMAX, num_groups=3))
+    with pytest.raises(ValueError, match="x has 5 features, expected 4"):
+        choose_experts(torch.ones(1, 5), Gate(gate, SOFTMAX))
