@@ -25,7 +25,7 @@ PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install run test test-all conformance-full check lint fmt type imports proto proto-check bench family-table
+.PHONY: help venv install run test test-all test-gpu conformance-full check lint fmt type imports proto proto-check bench family-table
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ test: lint type imports proto-check ## What CI runs: static checks, then the tes
 
 test-all: lint type imports proto-check ## As test, with what takes longer
 	@$(call pytest,not gpu)
+
+test-gpu: $(VENV)/.dev-stamp ## The kernels for GPUs, on one; needs a CUDA device and a torch for it
+	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("error: torch finds no CUDA device")'
+	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "not slow" tests/gpu tests/unit/kernels/triton $(PYTEST_ARGS)
 
 CLIENTS := litellm lm_eval guidellm aiperf
 

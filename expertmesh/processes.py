@@ -75,6 +75,7 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     environment["PYTHONSAFEPATH"] = "1"  # a folder `gateway` in the working folder is not ours
     environment["PYTHONPATH"] = os.pathsep.join(_import_paths())
     environment.setdefault("NUMBA_CACHE_DIR", str(data_home() / "numba"))
+    environment.setdefault("TRITON_CACHE_DIR", str(data_home() / "triton"))
     return environment | dict(extra or {})
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 _HOME = Path(os.environ.setdefault("EXPERTMESH_HOME", str(Path.home() / ".cache" / "expertmesh")))
 os.environ.setdefault("NUMBA_CACHE_DIR", str(_HOME / "numba"))
+os.environ.setdefault("TRITON_CACHE_DIR", str(_HOME / "triton"))
 for _name in ("OMP", "MKL", "OPENBLAS", "NUMBA"):
     os.environ.setdefault(f"{_name}_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -27,6 +27,15 @@ def set_numba_cache_dir() -> None:
     os.environ[_VARIABLE] = str(folder)
 
 
+def set_triton_cache_dir() -> None:
+    """Point TRITON_CACHE_DIR to a folder that can be written; Triton tells versions apart."""
+    default = Path.home() / ".cache" / "expertmesh" / "triton"
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or default)
+    if not _is_writable(folder):
+        folder = Path(tempfile.mkdtemp(prefix="expertmesh-triton-"))
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+
+
 def _source_digest() -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.rglob("*.py")):

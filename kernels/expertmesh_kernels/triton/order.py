@@ -101,11 +101,10 @@ def order_by_expert(expert_of_pair_N: Tensor, num_experts: int, block_m: int) ->
         expert_of_pair_N.new_empty(num_blocks),
         expert_of_pair_N.new_empty(num_experts),
     )
-    chunk = min(_CHUNK, max(next_power(num_pairs), 16))
-    _count[(num_experts,)](expert_of_pair_N, order.counts_E, num_pairs, CHUNK=chunk)
+    _count[(num_experts,)](expert_of_pair_N, order.counts_E, num_pairs, CHUNK=_CHUNK)
     _place[(num_experts + 1,)](
         expert_of_pair_N, order.counts_E, order.pairs, order.expert_of_block, num_pairs,
-        num_blocks, num_experts, EXPERTS=next_power(num_experts), BLOCK_M=block_m, CHUNK=chunk,
+        num_blocks, num_experts, EXPERTS=next_power(num_experts), BLOCK_M=block_m, CHUNK=_CHUNK,
     )  # fmt: skip
     return order
 

@@ -1,4 +1,4 @@
-"""Triton kernels under Triton's interpreter, on CPU tensors. `tests/gpu` runs the same on a GPU."""
+"""Triton kernels, on CPU tensors under Triton's interpreter; `make test-gpu` runs all on a GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from expertmesh_kernels.triton.jit import IS_INTERPRETED
+
 
 @pytest.fixture
 def device() -> torch.device:
     """Where kernels run."""
-    return torch.device("cpu")
+    return torch.device("cpu" if IS_INTERPRETED else "cuda")
 
 
 @pytest.fixture(autouse=True)
