@@ -43,14 +43,18 @@ def add_rms_norm(
     x_TH: Tensor, y_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = True
 ) -> tuple[Tensor, Tensor]:
     """x + y in their dtype, and `rms_norm` of it: the residual stream and what a layer reads."""
-    if x_TH.device.type != "cpu":
-        sum_TH = x_TH + y_TH
-        return sum_TH, rms_norm(sum_TH, weight_H, eps, round_first=round_first)
     if x_TH.shape != y_TH.shape or x_TH.dtype != y_TH.dtype or x_TH.shape[1:] != weight_H.shape:
         raise ValueError(
             f"x is {x_TH.dtype} {tuple(x_TH.shape)} and y {y_TH.dtype} {tuple(y_TH.shape)}, "
             f"expected twice [T, {len(weight_H)}]"
         )
+    if x_TH.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return ops.add_rms_norm(x_TH, y_TH, weight_H, eps, round_first=round_first)
+    if x_TH.device.type != "cpu":
+        sum_TH = x_TH + y_TH
+        return sum_TH, rms_norm(sum_TH, weight_H, eps, round_first=round_first)
     x_TH, y_TH = x_TH.contiguous(), y_TH.contiguous()
     sum_TH, out_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
     cpu_add_rms_norm(

@@ -70,6 +70,10 @@ def choose_experts(h_TH: Tensor, gate: Gate) -> Routing:
         h_TH: Hidden states, any floating dtype.
         gate: On the device of the hidden states.
     """
+    if h_TH.device.type == "cuda":
+        from expertmesh_kernels.triton import ops
+
+        return Routing(*ops.run_choose_experts(h_TH, gate))
     if h_TH.device.type != "cpu":
         logits_TE = linear(h_TH, gate.linear, out_dtype=torch.float32)
         return route(logits_TE, gate.config, gate.selection_bias_E)

@@ -14,10 +14,10 @@ from expertmesh_kernels.combine import combine
 from expertmesh_kernels.grouped_mlp import ExpertTable, gated_mlp, grouped_mlp, pack_expert
 from expertmesh_kernels.heads import head_linear, pack_heads
 from expertmesh_kernels.linear import linear, pack_linear
-from expertmesh_kernels.norm import rms_norm, rms_norm_heads_
+from expertmesh_kernels.norm import add_rms_norm, rms_norm, rms_norm_heads_
 from expertmesh_kernels.paged_attention import AttentionOptions, KvCache, paged_attention, write_kv
 from expertmesh_kernels.rope import apply_rope, rope_table
-from expertmesh_kernels.router import route
+from expertmesh_kernels.router import Gate, Routing, choose_experts, route
 from expertmesh_kernels.sampling import sample
 from expertmesh_kernels.triton import grouped_mlp as triton_mlp
 from expertmesh_kernels.triton import linear as triton_linear
@@ -35,6 +35,12 @@ def close(actual: Tensor, expected: Tensor) -> None:
     assert actual.device.type == "cuda"
     tolerance = TOLERANCE[expected.dtype]
     torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def same_choice(actual: Routing, expected: Routing) -> None:
+    """The same experts in the same order."""
+    np.testing.assert_array_equal(actual.topk_ids_TK, expected.topk_ids_TK)
+    np.testing.assert_allclose(actual.topk_weights_TK, expected.topk_weights_TK, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,6 +70,12 @@ def test_the_rest_of_a_layer(dtype: torch.dtype, device: torch.device) -> None:
     """Norms, rope, attention, router, combine, activation."""
     x_TH, weight_H = random(20, 96).to(dtype), random(96, seed=1)
     close(rms_norm(x_TH.to(device), weight_H.to(device), 1e-5), rms_norm(x_TH, weight_H, 1e-5))
+    for there, here in zip(
+        add_rms_norm(x_TH.to(device), x_TH.to(device), weight_H.to(device), 1e-5),
+        add_rms_norm(x_TH, x_TH, weight_H, 1e-5),
+        strict=True,
+    ):
+        close(there, here)
     table, positions = rope_table(RopeConfig(theta=1e4, dim=32), 40), np.arange(20, dtype=np.int32)
     layout, options = KvLayout(1, 32, 32), AttentionOptions(0.2, 32, sliding_window=9)
     outputs = []
@@ -78,9 +90,13 @@ def test_the_rest_of_a_layer(dtype: torch.dtype, device: torch.device) -> None:
         outputs.append(paged_attention(q_TnD, cache, tables, sequences, positions, options))
     close(outputs[1], outputs[0])
     logits_TE = random(20, 8, seed=3)
-    there, here = route(logits_TE.to(device), GateConfig(8, 2)), route(logits_TE, GateConfig(8, 2))
-    np.testing.assert_array_equal(there.topk_ids_TK, here.topk_ids_TK)
-    np.testing.assert_allclose(there.topk_weights_TK, here.topk_weights_TK, rtol=1e-5)
+    gate, weight_EH = GateConfig(8, 2), random(8, 96, seed=4)
+    here = route(logits_TE, gate)
+    same_choice(route(logits_TE.to(device), gate), here)
+    same_choice(
+        choose_experts(x_TH.to(device), Gate(pack_linear(weight_EH.to(device)), gate)),
+        choose_experts(x_TH, Gate(pack_linear(weight_EH), gate)),
+    )
     weights_TK = here.topk_weights_TK[:10]
     close(combine(x_TH.to(device), weights_TK), combine(x_TH, weights_TK))
     close(gated_activation(x_TH.to(device), SILU), gated_activation(x_TH, SILU))

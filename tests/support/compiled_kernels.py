@@ -166,7 +166,7 @@ def _route(rows: int) -> None:
 
 
 def _small(rows: int) -> None:
-    norm.rms_norm(_meta(rows, 4096), _wide(4096), 1e-5, residual_TH=_meta(rows, 4096))
+    norm.add_rms_norm(_meta(rows, 4096), _meta(rows, 4096), _wide(4096), 1e-5)
     tables = _wide(99, 64), _wide(99, 64)
     rope.apply_rope(_meta(rows, 8, 128), _int32(rows), *tables, interleaved=False)
     combine.combine(_meta(8 * rows, 4096), _wide(rows, 8))

@@ -12,7 +12,8 @@ from expertmesh_kernels.triton.jit import kernel, narrow, next_power
 @kernel()
 def _rms_norm(
     x_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     x_row: tl.tensor,
@@ -33,10 +34,10 @@ def _rms_norm(
     stored_type = out_ptr.dtype.element_ty
     wide = x.to(tl.float32)
     if ADDS:
-        residual_ptr += row * width
-        total = wide + tl.load(residual_ptr + columns, mask=mask, other=0).to(tl.float32)
-        tl.store(residual_ptr + columns, narrow(total, stored_type), mask=mask)
-        wide = narrow(total, stored_type).to(tl.float32)
+        y = tl.load(y_ptr + row * width + columns, mask=mask, other=0).to(tl.float32)
+        total = narrow(wide + y, stored_type)
+        tl.store(sum_ptr + row * width + columns, total, mask=mask)
+        wide = total.to(tl.float32)
     factor = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / width + eps)
     normal = wide * factor
     if ROUND_FIRST:
@@ -46,33 +47,31 @@ def _rms_norm(
     tl.store(out_ptr + columns, narrow(normal * weight, stored_type), mask=mask)
 
 
-def rms_norm(
-    x_TH: Tensor,
-    weight_H: Tensor,
-    eps: float,
-    *,
-    round_first: bool = True,
-    residual_TH: Tensor | None = None,
-) -> Tensor:
-    """See `expertmesh_kernels.norm.rms_norm`; rows are contiguous.
-
-    Args:
-        x_TH: Any floating dtype.
-        weight_H: float32.
-        eps: Added to the mean square.
-        round_first: x / rms(x) is rounded before the product with the weight.
-        residual_TH: Contiguous. If given, x is added to it in place, rounded once, and the sum is
-            what is normalised.
-    """
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = True) -> Tensor:
+    """See `expertmesh_kernels.norm.rms_norm`; rows are contiguous."""
     num_rows, width = x_TH.shape
     out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     if num_rows:
         _rms_norm[(num_rows, 1)](
-            x_TH, out_TH if residual_TH is None else residual_TH, weight_H, out_TH,
-            x_TH.stride(0), width, width, width, width, float(eps), residual_TH is not None,
-            round_first, BLOCK=next_power(width), num_warps=_num_warps(width),
+            x_TH, x_TH, x_TH, weight_H, out_TH, x_TH.stride(0), width, width, width, width,
+            float(eps), False, round_first, BLOCK=next_power(width), num_warps=_num_warps(width),
         )  # fmt: skip
     return out_TH
+
+
+def add_rms_norm(
+    x_TH: Tensor, y_TH: Tensor, weight_H: Tensor, eps: float, *, round_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """See `expertmesh_kernels.norm.add_rms_norm`: the sum, rounded once, and its norm."""
+    num_rows, width = x_TH.shape
+    x_TH, y_TH = x_TH.contiguous(), y_TH.contiguous()
+    sum_TH, out_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
+    if num_rows:
+        _rms_norm[(num_rows, 1)](
+            x_TH, y_TH, sum_TH, weight_H, out_TH, width, width, width, width, width, float(eps),
+            True, round_first, BLOCK=next_power(width), num_warps=_num_warps(width),
+        )  # fmt: skip
+    return sum_TH, out_TH
 
 
 def rms_norm_parts_(
@@ -83,8 +82,8 @@ def rms_norm_parts_(
     if num_rows:
         strides = parts_TnD.stride(0), parts_TnD.stride(1)
         _rms_norm[(num_rows, num_parts)](
-            parts_TnD, parts_TnD, weight_D, parts_TnD, *strides, *strides, width, float(eps),
-            False, round_first, BLOCK=next_power(width), num_warps=_num_warps(width),
+            parts_TnD, parts_TnD, parts_TnD, weight_D, parts_TnD, *strides, *strides, width,
+            float(eps), False, round_first, BLOCK=next_power(width), num_warps=_num_warps(width),
         )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ from expertmesh_kernels.triton import attention, combine, grouped_mlp, kv, linea
 from expertmesh_kernels.triton import sampling as triton_sampling
 from expertmesh_kernels.triton.activation import gated_activation, sigmoid_scaled
 from expertmesh_kernels.triton.grouped_mlp import MlpTables
-from expertmesh_kernels.triton.norm import rms_norm, rms_norm_parts_
+from expertmesh_kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_parts_
 from expertmesh_kernels.triton.weights import DeviceWeight, plain, table_of
 
-__all__ = ["gated_activation", "rms_norm", "rms_norm_parts_", "sigmoid_scaled"]
+__all__ = ["add_rms_norm", "gated_activation", "rms_norm", "rms_norm_parts_", "sigmoid_scaled"]
 
 if TYPE_CHECKING:
     from expertmesh_kernels.grouped_mlp import ExpertTable
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from expertmesh_kernels.linear import PackedLinear
     from expertmesh_kernels.paged_attention import AttentionOptions, KvCache
     from expertmesh_kernels.rope import RopeTable
+    from expertmesh_kernels.router import Gate
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -106,7 +107,17 @@ def run_route(
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """See `expertmesh_kernels.router.route`: ids and weights, on the host."""
     bias = None if selection_bias_E is None else to_device(selection_bias_E, logits_TE.device)
-    routing = router.route(_rows(logits_TE), gate, bias)
+    return _on_host(router.route(_rows(logits_TE), gate, bias))
+
+
+def run_choose_experts(h_TH: Tensor, gate: Gate) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """See `expertmesh_kernels.router.choose_experts`: ids and weights, on the host."""
+    weight, bias_E = device_weight(gate.linear), gate.selection_bias_E
+    bias = None if bias_E is None else to_device(bias_E, h_TH.device)
+    return _on_host(router.route_rows(_rows(h_TH), weight.data, gate.config, weight.bias, bias))
+
+
+def _on_host(routing: router.DeviceRouting) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     return routing.topk_ids_TK.cpu().numpy(), routing.topk_weights_TK.cpu().numpy()
 
 

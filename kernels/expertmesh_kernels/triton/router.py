@@ -136,7 +136,8 @@ def _route(
             w = tl.load(w_ptrs, mask=(at < H)[:, None] & exists, other=0).to(tl.float32)
             logits = dot(x, w, logits)
         if HAS_GATE_BIAS:
-            logits += tl.load(gate_bias_ptr + experts, mask=is_expert, other=0)[None, :]
+            gate_bias = tl.load(gate_bias_ptr + experts, mask=is_expert, other=0)
+            logits += gate_bias.to(tl.float32)[None, :]
     logits = tl.where(exists & (logits == logits), logits, float("-inf"))
     scores = _scores(logits, exists, K, SIGMOID)
     choice = scores
@@ -188,7 +189,7 @@ def route_rows(
         x_TH: Any floating dtype; rows are contiguous.
         weight_HE: float32, contiguous.
         gate: The gate's equation.
-        gate_bias_E: float32, of the projection.
+        gate_bias_E: Of the projection, any floating dtype.
         selection_bias_E: float32: added to the scores for the choice.
     """
     if weight_HE.nbytes <= _SMALL_GATE:

@@ -18,7 +18,7 @@ from expertmesh_kernels.grouped_mlp import (
 from expertmesh_kernels.heads import PackedHeads, head_linear_reference
 from expertmesh_kernels.linear import PackedLinear, linear_reference
 from expertmesh_kernels.rope import apply_rope_reference, rope_table
-from expertmesh_kernels.router import route_reference
+from expertmesh_kernels.router import Gate, route_reference
 from expertmesh_kernels.triton import ops
 from tests.unit.kernels.triton.test_small import random
 
@@ -70,6 +70,13 @@ def test_routing_rope_and_combine(device: torch.device) -> None:
     expected = route_reference(logits_TE, gate, bias_E)
     np.testing.assert_array_equal(ids_TK, expected.topk_ids_TK)
     np.testing.assert_allclose(weights_TK, expected.topk_weights_TK, rtol=1e-5)
+    weight_HE = random(12, 6, seed=4).to(device)
+    layer = PackedLinear(weight_HE[None], "panels", None, 12, 6, paired=False)
+    h_TH = random(5, 12, seed=5).to(device)
+    chosen = ops.run_choose_experts(h_TH, Gate(layer, gate, bias_E))
+    expected = route_reference((h_TH @ weight_HE).cpu(), gate, bias_E)
+    np.testing.assert_array_equal(chosen[0], expected.topk_ids_TK)
+    np.testing.assert_allclose(chosen[1], expected.topk_weights_TK, rtol=1e-5)
     outputs_SH = random(10, 12, seed=2)
     actual = ops.run_combine(outputs_SH.to(device), weights_TK)
     close(actual, combine_reference(outputs_SH, weights_TK))

@@ -11,7 +11,7 @@ from expertmesh_kernels.triton import sampling
 from expertmesh_kernels.triton.ops import run_sample
 from tests.unit.kernels.triton.test_small import random
 
-ROWS = 24
+ROWS = 14
 
 
 @pytest.mark.parametrize("chunk", [1024, 64])

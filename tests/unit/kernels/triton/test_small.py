@@ -14,7 +14,7 @@ from expertmesh_kernels.norm import rms_norm_reference
 from expertmesh_kernels.rope import apply_rope_reference, rope_table
 from expertmesh_kernels.triton.activation import gated_activation, sigmoid_scaled
 from expertmesh_kernels.triton.combine import combine
-from expertmesh_kernels.triton.norm import rms_norm, rms_norm_parts_
+from expertmesh_kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_parts_
 from expertmesh_kernels.triton.rope import apply_rope
 from tests.support.poison import is_still_poisoned, poisoned
 
@@ -51,15 +51,13 @@ def test_norm_matches_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_adds_to_the_residual(dtype: torch.dtype, device: torch.device) -> None:
+def test_norm_of_a_sum(dtype: torch.dtype, device: torch.device) -> None:
     """The sum is rounded once, kept, and normalised."""
-    x_TH, residual_TH, weight_H = random(3, 72), random(3, 72, seed=1), random(72, seed=2)
-    x_TH, residual_TH = x_TH.to(dtype), residual_TH.to(dtype)
-    sum_TH = (x_TH.float() + residual_TH.float()).to(dtype)
-    residual = residual_TH.to(device)
-    actual = rms_norm(x_TH.to(device), weight_H.to(device), 1e-5, residual_TH=residual)
-    assert torch.equal(residual.cpu(), sum_TH)
-    close(actual, rms_norm_reference(sum_TH, weight_H, 1e-5))
+    x_TH, y_TH, weight_H = random(3, 72).to(dtype), random(3, 72, seed=1).to(dtype), random(72)
+    expected_TH = (x_TH.float() + y_TH.float()).to(dtype)
+    sum_TH, actual_TH = add_rms_norm(x_TH.to(device), y_TH.to(device), weight_H.to(device), 1e-5)
+    assert torch.equal(sum_TH.cpu(), expected_TH)
+    close(actual_TH, rms_norm_reference(expected_TH, weight_H, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
