@@ -17,10 +17,11 @@ CONFORMANCE_CLIENTS ?= .venv-conformance
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-# Tests that mostly need one core run side by side, a file at a time; then those of whole meshes, which have
-# the machine to themselves: they start several processes, and some watch the clock.
-pytest = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "$(1)" tests/unit tests/parity \
-  $(PYTEST_ARGS) && $(BIN)/python -m pytest -m "$(1)" tests/integration tests/conformance $(PYTEST_ARGS)
+# Tests run side by side, a file at a time and long files first; then those that watch the clock while
+# several processes work, which have the machine to themselves.
+pytest = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
+  -m "$(1) and not alone" tests/parity tests/integration tests/conformance tests/unit $(PYTEST_ARGS) && \
+  $(BIN)/python -m pytest -m "$(1) and alone" $(PYTEST_ARGS)
 PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

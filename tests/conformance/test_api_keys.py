@@ -13,6 +13,7 @@ import pytest
 from expertmesh.v1 import generation_service_pb2 as pb
 from expertmesh.v1 import generation_service_pb2_grpc as rpc
 from tests.support.mesh import Server, serve
+from tests.support.processes import processes_of
 from tests.support.strict_client import CHAT, HELLO, StrictClient, chat_body, error_of
 
 KEYS = ("key-of-alice", "key-of-bob")
@@ -20,11 +21,27 @@ KEYS = ("key-of-alice", "key-of-bob")
 
 @pytest.fixture(scope="module")
 def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two keys, in a file."""
+    """Two keys, one in a file and one in the environment; a question of ours at the start."""
     path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text("\n".join(KEYS))
-    with serve(text_model, "--api-key-file", str(path), expert_workers=0) as server:
+    path.write_text(f"{KEYS[0]}\n")
+    flags = ("--api-key-file", str(path), "--ask", "Who are you?")
+    env = {"EXPERTMESH_API_KEYS": f"sk-other-000000, {KEYS[1]}"}
+    with serve(text_model, *flags, expert_workers=0, env=env) as server:
         yield server
+
+
+def test_keys_stay_secret(server: Server) -> None:
+    """Our own question had a key; no process, answer or log shows one."""
+    process = server.process
+    assert "API key" not in process.stdout + process.stderr
+    info = server.api.request("GET", "/server_info", headers=_bearer())
+    assert info.status == 200
+    shown = [info.body.decode(), process.stdout, process.stderr]
+    for each in processes_of(process.marker):
+        shown.append(" ".join(each.cmdline()))
+        if "attention_worker" in each.cmdline():
+            assert not [name for name in each.environ() if "API_KEY" in name]
+    assert not [key for key in KEYS for text in shown if key in text]
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "key-of-alice", "Basic key-of-alice"])

@@ -21,7 +21,7 @@ from expertmesh.model_config import DtypeName
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from tests.conftest import Models
 from tests.support.api import Generated
-from tests.support.mesh import ExpertProcess, expert_workers, serve
+from tests.support.mesh import ExpertProcess, expert_workers, gateway
 from tests.support.oracle import prompts
 from tests.support.runner_driver import RunnerDriver, make_runner
 from tests.support.tiny_checkpoints import MIXTRAL_WIDE
@@ -119,18 +119,9 @@ def test_the_comparison_can_fail(workers: Workers, reference: Bits) -> None:
     assert reference[0] != _drive(RunnerDriver(runner), PROMPTS[:1])[0]
 
 
-MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "colocated-512": (0, ("--max-num-batched-tokens", "512")),
-    "two-workers-16": (2, ("--max-num-batched-tokens", "16", "--kv-block-size", "5")),
-}
-
-
-def _answers(
-    model_dir: Path, dtype: str, mesh: tuple[int, tuple[str, ...]]
-) -> dict[str, list[Generated]]:
-    num_workers, flags = mesh
+def _answers(workers: Workers, addresses: list[str], *flags: str) -> dict[str, list[Generated]]:
     with (
-        serve(model_dir, *flags, expert_workers=num_workers, dtype=dtype) as server,
+        gateway(workers.model_dir, addresses, *flags, dtype=workers.dtype) as server,
         ThreadPoolExecutor(BATCH, thread_name_prefix="client") as pool,
     ):
 
@@ -141,12 +132,22 @@ def _answers(
         return {"alone": alone, "together": list(pool.map(ask, PROMPTS))}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_log_probabilities_over_http_are_equal(models: Models, dtype: str) -> None:
-    """Alone or 16 at once, colocated or on two expert workers, other chunks and KV blocks."""
-    model_dir = models.tiny(MIXTRAL_WIDE)
-    answers = {name: _answers(model_dir, dtype, mesh) for name, mesh in MESHES.items()}
-    reference = answers["colocated-512"]["alone"]
+@pytest.mark.parametrize(
+    "workers", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"], indirect=True
+)
+def test_log_probabilities_over_http_are_equal(workers: Workers) -> None:
+    """Alone or 16 at once, colocated or on expert workers, other chunks and KV blocks."""
+    before = [process.state().load.calls for process in workers.processes[:2]]
+    addresses = [process.address for process in workers.processes[:2]]
+    answers = {
+        "colocated": _answers(workers, ["local"], "--max-num-batched-tokens", "512"),
+        "mesh": _answers(
+            workers, addresses, "--max-num-batched-tokens", "16", "--kv-block-size", "5"
+        ),
+    }
+    after = [process.state().load.calls for process in workers.processes[:2]]
+    assert all(now > then for now, then in zip(after, before, strict=True)), "both were asked"
+    reference = answers["colocated"]["alone"]
     assert len({answer.token_ids for answer in reference}) == BATCH
     for served in answers.values():
         for measured in served.values():

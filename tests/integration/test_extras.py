@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.api import Api
-from tests.support.mesh import COMMAND, expert_worker, watch_once
+from tests.support.mesh import COMMAND, watch_once
 from tests.support.oracle import prompts
 from tests.support.processes import Managed, run
 
@@ -66,20 +66,15 @@ def test_the_blocker_blocks(blocked: dict[str, str]) -> None:
     assert "is blocked in this test" in result.stderr
 
 
-def test_expert_worker_without_gateway_extras(text_model: Path, blocked: dict[str, str]) -> None:
-    """`python -m expert_worker` serves where the gateway's packages are not installed."""
-    arguments = ["-m", "expert_worker", str(text_model), "--port", "0"]
-    with Managed(arguments, name="expert worker", env=blocked) as process:
-        port = process.ready()["port"]
-        assert watch_once(f"127.0.0.1:{port}").capacity.used_expert_slots == 24
-        assert process.stop() == 0, process.stderr
-
-
-def test_gateway_without_torch(text_model: Path, blocked: dict[str, str]) -> None:
-    """A gateway without torch and an attention worker without aiohttp serve together."""
+def test_each_without_the_extras_of_the_others(text_model: Path, blocked: dict[str, str]) -> None:
+    """A gateway without torch, and an attention worker and an expert worker without the gateway's
+    packages, serve together."""
     with ExitStack() as stack:
-        worker = stack.enter_context(expert_worker(text_model))
-        flags = ["--experts", worker.address, "--port", "0", "--grpc-port", "0"]
+        arguments = ["-m", "expert_worker", str(text_model), "--port", "0", "--dtype", "float32"]
+        worker = stack.enter_context(Managed(arguments, name="expert worker", env=blocked))
+        address = f"127.0.0.1:{worker.ready()['port']}"
+        assert watch_once(address).capacity.used_expert_slots == 24
+        flags = ["--experts", address, "--port", "0", "--grpc-port", "0"]
         arguments = ["-m", "gateway", "gateway", str(text_model), "--dtype", "float32", *flags]
         process = stack.enter_context(Managed(arguments, name="gateway", env=blocked))
         info = process.ready()
@@ -87,7 +82,8 @@ def test_gateway_without_torch(text_model: Path, blocked: dict[str, str]) -> Non
         api = Api(info["http_port"])
         assert len(api.complete(prompts(320, [9])[0], 8).token_ids) == 8
         assert len(api.complete("text", 8).token_ids) == 8
-        assert process.stop() == 0, process.stderr
+        for each in (process, worker):
+            assert each.stop() == 0, each.stderr
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ from tests.support.tiny_checkpoints import MIXTRAL
 if TYPE_CHECKING:
     from tests.conftest import Models
 
+pytestmark = pytest.mark.alone
+
 START_S = 120.0
 OURS = ("engine", "membership", "watch-", "attention-", "tokenize", "compile")
 

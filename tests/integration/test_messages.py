@@ -183,7 +183,7 @@ def test_metrics_count_what_was_sent(mesh: CountedMesh) -> None:
         at_least = row_bytes * (rows + pairs)
         return calls == len(seen) and tokens == rows + pairs and at_least <= payload < 2 * at_least
 
-    poll(as_counted, timeout_s=3, what=f"{len(seen)} calls, {rows}+{pairs} rows are counted")
+    poll(as_counted, timeout_s=15, what=f"{len(seen)} calls, {rows}+{pairs} rows are counted")
 
 
 def _settled(mesh: CountedMesh) -> tuple[float, float, float]:

@@ -50,15 +50,13 @@ def overloaded(model: Path, *flags: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server(text_model: Path) -> Iterator[Server]:
-    """One that nobody kills."""
-    with overloaded(text_model) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def alone(server: Server, requests: Sequence[MixedRequest]) -> list[Outcome]:
+def alone(text_model: Path, requests: Sequence[MixedRequest]) -> list[Outcome]:
     """What each is answered when nothing else runs, without a prefix cache."""
+    with overloaded(text_model) as server:
+        return _ask_alone(server, requests)
+
+
+def _ask_alone(server: Server, requests: Sequence[MixedRequest]) -> list[Outcome]:
     return asyncio.run(_alone(server.api.port, requests))
 
 
@@ -91,8 +89,18 @@ def check_all(
         check_equal(outcome, expected, request)
 
 
-def test_overload(server: Server, requests: list[MixedRequest], alone: list[Outcome]) -> None:
-    """All at once: preemptions and reuse of prefixes happen, and change nothing."""
+def test_overload(text_model: Path, requests: list[MixedRequest]) -> None:
+    """All at once: preemptions and reuse of prefixes happen, and change nothing. Then again, with
+    kill -9 of the attention worker in the middle: clients see a pause, and the same tokens."""
+    with overloaded(text_model) as server:
+        alone = _ask_alone(server, requests)
+        _ask_everything_at_once(server, requests, alone)
+        _lose_attention_worker(server, requests, alone)
+
+
+def _ask_everything_at_once(
+    server: Server, requests: list[MixedRequest], alone: list[Outcome]
+) -> None:
     before = server.api.metrics()
     num_tokens = sum(
         len(token_ids) for outcome in alone for token_ids, _, _ in outcome.choices.values()
@@ -106,26 +114,32 @@ def test_overload(server: Server, requests: list[MixedRequest], alone: list[Outc
         assert after[f"moe_{name}"] > before[f"moe_{name}"], f"{name}: the test shows nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param((), id="default"),
-        pytest.param(("--num-speculative-tokens", "4"), id="drafts", marks=pytest.mark.slow),
-        pytest.param(("--no-prefix-caching",), id="no cache", marks=pytest.mark.slow),
-        pytest.param(("--no-async-scheduling",), id="one step", marks=pytest.mark.slow),
-        pytest.param(("--attention-workers", "2"), id="two", marks=pytest.mark.slow),
+        pytest.param(("--num-speculative-tokens", "4"), id="drafts"),
+        pytest.param(("--no-prefix-caching",), id="no cache"),
+        pytest.param(("--no-async-scheduling",), id="one step"),
+        pytest.param(("--attention-workers", "2"), id="two"),
     ],
 )
-def test_loss_of_the_attention_worker(
+def test_loss_however_it_is_served(
     text_model: Path, requests: list[MixedRequest], alone: list[Outcome], flags: tuple[str, ...]
 ) -> None:
-    """kill -9 in the middle: clients see a pause, and the same tokens, however it is served."""
+    """kill -9 in the middle, with other settings."""
     with overloaded(text_model, *flags) as server:
-        victim = _attention_worker(server)
-        outcomes = asyncio.run(_kill_meanwhile(server, victim, requests))
-        check_all(outcomes, alone, requests)
-        check_nothing_is_held(server.api)
-        assert _attention_worker(server).pid != victim.pid
+        _lose_attention_worker(server, requests, alone)
+
+
+def _lose_attention_worker(
+    server: Server, requests: list[MixedRequest], alone: list[Outcome]
+) -> None:
+    victim = _attention_worker(server)
+    outcomes = asyncio.run(_kill_meanwhile(server, victim, requests))
+    check_all(outcomes, alone, requests)
+    check_nothing_is_held(server.api)
+    assert _attention_worker(server).pid != victim.pid
 
 
 async def _kill_meanwhile(

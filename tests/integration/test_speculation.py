@@ -1,7 +1,8 @@
 """Speculative decoding through gateway, scheduler and attention worker: faster, and the same.
 
 The reference has no drafts and its experts on two expert workers; the other one has drafts and its
-experts inside. Prompts come again, so the prefix cache hands out blocks that held rejected drafts.
+experts inside, and so few KV blocks that requests are preempted. Prompts come again, so the prefix
+cache hands out blocks that held rejected drafts.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import pytest
 
 from tests.support.api import Api, Generated, Json
 from tests.support.mesh import Server, serve
+from tests.support.random_requests import random_request
 
 PROMPT = [7, 8, 9, 10, 11] * 9
 LENGTH = 48
+NUM_RANDOM, NUM_MANY_RANDOM = 24, 250
 REQUESTS: dict[str, Json] = {
     "greedy": {"allowed_token_ids": [7, 8, 9]},
     "seeded": {"temperature": 0.8, "top_p": 0.9, "seed": 5, "allowed_token_ids": [7, 8, 9, 10]},
@@ -59,9 +62,9 @@ def speculating(text_model: Path) -> Iterator[Server]:
         text_model,
         "--num-speculative-tokens", "6",
         "--prompt-lookup-min", "1",
-        "--kv-cache-tokens", "256",
-        "--max-num-batched-tokens", "40",
-        "--max-model-len", "128",
+        "--kv-cache-tokens", "288",
+        "--max-num-batched-tokens", "48",
+        "--max-model-len", "192",
         expert_workers=0,
     ) as server:  # fmt: skip
         yield server
@@ -105,3 +108,35 @@ def test_the_work_is_counted(speculating: Server) -> None:
     assert 0 < accepted < verified
     assert metrics["moe_prefix_cache_hits_total"] > 0
     assert metrics["moe_num_preemptions_total"] > 0
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        range(NUM_RANDOM),
+        pytest.param(range(1000, 1000 + NUM_MANY_RANDOM), marks=pytest.mark.slow),
+    ],
+    ids=["some", "many"],
+)
+def test_a_crowd_changes_no_answer(
+    text_server: Server, speculating: Server, numbers: range
+) -> None:
+    """Any parameters together, many requests at once: each gets what it gets alone, bit by bit;
+    nothing is refused, nothing is left behind."""
+    expected = {number: _choices(text_server.api, number, f"alone {number}") for number in numbers}
+    with ThreadPoolExecutor(24) as pool:
+        answers = pool.map(lambda number: _choices(speculating.api, number, "shared"), numbers)
+        found = dict(zip(numbers, answers, strict=True))
+    for number in numbers:
+        assert found[number] == expected[number], random_request(number)
+    metrics = speculating.api.metrics()
+    assert metrics["moe_num_requests_running"] == metrics["moe_num_requests_waiting"] == 0
+    assert metrics["moe_kv_cache_usage_perc"] == 0
+    assert metrics["moe_spec_decode_num_accepted_tokens_total"] > 0
+
+
+def _choices(api: Api, number: int, cache_salt: str) -> Json:
+    """Of a random request: texts, tokens, log probabilities and experts."""
+    answer = api.post("/v1/completions", {**random_request(number), "cache_salt": cache_salt})
+    assert answer.status == 200, (number, answer.body[:500])
+    return answer.json["choices"]
