@@ -29,6 +29,7 @@ from attention_worker.request_slots import RequestSlots
 from attention_worker.routed_experts import routing_recorder
 from attention_worker.sampler import ChosenTokens, choose_tokens, no_tokens
 from attention_worker.step_deltas import MalformedStepError, StepDeltas
+from attention_worker.step_times import StepTimes, TimedExperts
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
@@ -98,9 +99,10 @@ class ModelRunner:
         STATUS_FAILED: the step is malformed, or computing it failed; the message says how.
         """
         started_s = time.monotonic()
-        calls = self._expert_calls(step, started_s)
+        times = StepTimes()
+        calls = self._expert_calls(step, started_s, times)
         try:
-            response = self._execute(step, calls)
+            response = self._execute(step, calls, times)
         except MalformedStepError as error:
             response = _failed(f"malformed step: {error}")
         except ExpertUnavailableError as error:
@@ -109,22 +111,25 @@ class ModelRunner:
             logger.exception("step %d failed", step.step)
             response = _failed(f"{type(error).__name__}: {error}")
         response.step = step.step
-        response.duration_us = _microseconds(time.monotonic() - started_s)
-        response.expert_wait_us = _microseconds(calls.wait_s)
+        times.report(response, time.monotonic() - started_s, calls.wait_s)
         return response
 
-    def _execute(self, step: pb.StepRequest, calls: ExpertCalls) -> pb.StepResponse:
+    def _execute(
+        self, step: pb.StepRequest, calls: ExpertCalls, times: StepTimes
+    ) -> pb.StepResponse:
         if step.step <= self._last_step:
             raise MalformedStepError(f"number {step.step}, expected more than {self._last_step}")
         self._last_step = step.step
         if step.after_step and step.after_step != self._last_committed:
             self._deltas.skip(step)
             return pb.StepResponse(status=pb.StepResponse.STATUS_SKIPPED)
-        response = self._compute(step, calls)
+        response = self._compute(step, calls, times)
         self._last_committed = step.step
         return response
 
-    def _compute(self, step: pb.StepRequest, calls: ExpertCalls) -> pb.StepResponse:
+    def _compute(
+        self, step: pb.StepRequest, calls: ExpertCalls, times: StepTimes
+    ) -> pb.StepResponse:
         schedule = self._deltas.apply(step)
         if not len(schedule.slots_S):
             return pb.StepResponse(status=pb.StepResponse.STATUS_DONE)
@@ -137,7 +142,8 @@ class ModelRunner:
             status=pb.StepResponse.STATUS_DONE,
             prompt_logprobs=prompt_logprobs(self.model, h_TH, schedule, batch, self._slots),
         )
-        tokens = self._sample(batch, h_TH, masks, response)
+        with times.sampling():
+            tokens = self._sample(batch, h_TH, masks, response)
         num_computed_S = schedule.num_tokens_S.copy()
         num_computed_S[schedule.sample_S] -= tokens.num_rejected_P
         response.routed_experts.extend(calls.recorder.messages(num_computed_S))
@@ -147,10 +153,12 @@ class ModelRunner:
         response.drafts.extend(self._drafter.propose(tokens, self._slots))
         return response
 
-    def _expert_calls(self, step: pb.StepRequest, started_s: float) -> ExpertCalls:
+    def _expert_calls(
+        self, step: pb.StepRequest, started_s: float, times: StepTimes
+    ) -> ExpertCalls:
         limit_s = step.time_limit_ms / 1000 if step.time_limit_ms else float("inf")
         return ExpertCalls(
-            client=self._experts,
+            client=TimedExperts(self._experts, times),
             timeout_s=self.limits.expert_call_timeout_s,
             step_deadline_s=started_s + limit_s,
         )
@@ -194,7 +202,3 @@ def _paused(error: ExpertUnavailableError) -> pb.StepResponse:
             for layer, expert in error.missing
         ],
     )
-
-
-def _microseconds(seconds: float) -> int:
-    return min(int(seconds * 1e6), 2**32 - 1)

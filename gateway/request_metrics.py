@@ -220,7 +220,24 @@ class EngineCollector(_ReadWhenScraped):
             counter = CounterMetricFamily(f"moe_{name}", help_text, labels=("model_name",))
             counter.add_metric(self._labels, count)
             yield counter
+        yield _step_parts(stats)
         yield from _dispatch_metrics(stats.dispatch)
+
+
+def _step_parts(stats: EngineStats) -> Metric:
+    """Where the attention workers' time goes."""
+    parts = {
+        "dispatch": stats.dispatch_us,
+        "expert_wait": stats.expert_wait_us,
+        "sampling": stats.sampling_us,
+    }
+    parts["attention"] = max(0, stats.step_us - sum(parts.values()))
+    metric = CounterMetricFamily(
+        "moe_step_part_seconds", "Time of steps, by what it was spent on", labels=("part",)
+    )
+    for part, microseconds in parts.items():
+        metric.add_metric((part,), microseconds / 1e6)
+    return metric
 
 
 def _dispatch_metrics(calls: Iterable[DispatchStats]) -> Iterator[Metric]:

@@ -163,6 +163,16 @@ class EngineStats:
     """Speculative tokens that were verified."""
     num_drafts_accepted: int = 0
     """Part of them that was accepted."""
+    num_steps: int = 0
+    """Steps that were committed."""
+    step_us: int = 0
+    """Time that the attention workers took for them, in microseconds."""
+    dispatch_us: int = 0
+    """Part of it for handing rows to experts."""
+    expert_wait_us: int = 0
+    """Part of it for waiting for expert workers."""
+    sampling_us: int = 0
+    """Part of it from the last layer's output to tokens."""
     dispatch: tuple[DispatchStats, ...] = ()
 
     @property

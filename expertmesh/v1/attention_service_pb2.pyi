@@ -237,7 +237,7 @@ class RunResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted", "failures")
+    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted", "failures", "dispatch_us", "sampling_us")
     class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATUS_UNSPECIFIED: _ClassVar[StepResponse.Status]
@@ -264,6 +264,8 @@ class StepResponse(_message.Message):
     NUM_DRAFTS_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    DISPATCH_US_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_US_FIELD_NUMBER: _ClassVar[int]
     step: int
     status: StepResponse.Status
     sampled: _containers.RepeatedCompositeFieldContainer[SampledToken]
@@ -278,7 +280,9 @@ class StepResponse(_message.Message):
     num_drafts_verified: int
     num_drafts_accepted: int
     failures: _containers.RepeatedCompositeFieldContainer[SlotFailure]
-    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[SlotFailure, _Mapping]]] = ...) -> None: ...
+    dispatch_us: int
+    sampling_us: int
+    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[SlotFailure, _Mapping]]] = ..., dispatch_us: _Optional[int] = ..., sampling_us: _Optional[int] = ...) -> None: ...
 
 class ExpertMapWorker(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation", "layers", "row_credits")

@@ -17,11 +17,21 @@ class EngineCounters:
     num_preemptions: int = 0
     num_drafts_verified: int = 0
     num_drafts_accepted: int = 0
+    num_steps: int = 0
+    step_us: int = 0
+    dispatch_us: int = 0
+    expert_wait_us: int = 0
+    sampling_us: int = 0
 
     def add(self, response: pb.StepResponse) -> None:
         """Counts a committed step."""
         self.num_drafts_verified += response.num_drafts_verified
         self.num_drafts_accepted += response.num_drafts_accepted
+        self.num_steps += 1
+        self.step_us += response.duration_us
+        self.dispatch_us += response.dispatch_us
+        self.expert_wait_us += response.expert_wait_us
+        self.sampling_us += response.sampling_us
 
 
 def queue_load(scheduler: Scheduler) -> EngineLoad:
@@ -41,9 +51,7 @@ def engine_stats(scheduler: Scheduler, counters: EngineCounters) -> EngineStats:
         kv_blocks_total=scheduler.blocks.num_blocks,
         request_slots_used=slots - scheduler.num_free_slots,
         request_slots_total=slots,
-        num_preemptions=counters.num_preemptions,
         num_prefix_queried=scheduler.num_prefix_queried,
         num_prefix_hit=scheduler.num_prefix_hit,
-        num_drafts_verified=counters.num_drafts_verified,
-        num_drafts_accepted=counters.num_drafts_accepted,
+        **vars(counters),
     )

@@ -69,6 +69,17 @@ def test_paused_step_commits_nothing_and_can_be_repeated(
     assert np.array_equal(np.stack(request.logits), np.stack(expected.logits))
 
 
+def test_parts_of_a_step_are_told(mixtral: Path) -> None:
+    """Dispatch, waiting and sampling take some time each, and no more than the whole."""
+    driver = RunnerDriver(make_runner(mixtral), chunk=16)
+    driver.submit(PROMPT[:9], 2)
+    response = driver.step()
+    parts = (response.dispatch_us, response.expert_wait_us, response.sampling_us)
+    assert response.dispatch_us > 0
+    assert response.sampling_us > 0
+    assert sum(parts) <= response.duration_us
+
+
 def test_unexpected_error_fails_the_step_only(mixtral: Path, flaky: FlakyExperts) -> None:
     """The worker goes on: the same work succeeds in the next step."""
     driver = RunnerDriver(make_runner(mixtral, experts=flaky), chunk=16)
