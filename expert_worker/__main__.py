@@ -8,11 +8,16 @@ import logging
 import sys
 import typing
 
+from expert_worker.selection import parse_experts
+from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import settle
 from expertmesh.errors import SettingsError, StartupError
 from expertmesh.logs import configure_logging
+from expertmesh.model_tools.progress import NoProgress
+from expertmesh.model_tools.resolve import resolve_model
 from expertmesh.processes import announce_failure, announce_ready
-from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings
+from expertmesh.quiet_gc import QuietGc
+from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings, data_home
 from expertmesh.stop_request import StopRequest
 
 _ENDING_S = 3.0  # for the rest of an orderly end, after the drain
@@ -66,6 +71,8 @@ def _reader(kind: type, name: str) -> typing.Callable[[str], object]:
 
 def _serve(settings: ExpertWorkerSettings, metrics_port: int | None, stopping: StopRequest) -> None:
     logger.info("kernels use %s", settle(settings.threads, settings.cores))
+    checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
+    parse_experts(settings.experts, checkpoint.config.num_experts)  # refused at once if wrong
     from expert_worker.worker import ExpertWorker  # torch: settings are checked before it
 
     worker = ExpertWorker(settings, metrics_port)
@@ -73,7 +80,8 @@ def _serve(settings: ExpertWorkerSettings, metrics_port: int | None, stopping: S
     try:
         if worker.load(stopping):
             announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})
-            stopping.wait(exit_guard_s=settings.drain_grace_s + _ENDING_S)
+            with QuietGc(lambda: worker.server.state.load().calls):
+                stopping.wait(exit_guard_s=settings.drain_grace_s + _ENDING_S)
     finally:
         worker.stop()
 

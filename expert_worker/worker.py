@@ -97,7 +97,6 @@ class ExpertWorker:
         self._warm_up()
         gc.collect()
         give_back_freed_memory()
-        gc.freeze()  # what is loaded stays: no collection needs to look at it again
         self.server.set_ready()
         logger.info(
             "serving %d experts of %s (%.1f MiB, %s) on %s:%d",

@@ -17,7 +17,11 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def njit(function: Function) -> Function:
     """Compile on first call; keep on disk; release the GIL; never reorder floating point."""
-    compiled = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")(function)
+    try:
+        compiled = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")(function)
+    except RuntimeError:  # no folder at all can be written, as `cache_dir` has said
+        kept_nowhere = numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)
+        return cast(Function, kept_nowhere)
     _tolerate_failed_saves(compiled._cache)  # type: ignore[attr-defined]
     return cast(Function, compiled)
 

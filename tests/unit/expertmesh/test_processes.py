@@ -242,7 +242,8 @@ def test_output_of_children_goes_to_standard_error(
 def test_environment_of_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One thread a process, our kernel cache, and no descriptors of another child."""
     monkeypatch.setenv("EXPERTMESH_HOME", str(tmp_path))
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    for name in ("NUMBA", "TRITON"):
+        monkeypatch.delenv(f"{name}_CACHE_DIR", raising=False)
     monkeypatch.setenv(LIFELINE_FD, "99")
     monkeypatch.setenv(READY_FD, "98")
 
@@ -252,6 +253,7 @@ def test_environment_of_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert {"1"} == threads
     assert environment["OMP_WAIT_POLICY"] == "passive"
     assert str(tmp_path / "numba") == environment["NUMBA_CACHE_DIR"]
+    assert str(tmp_path / "triton") == environment["TRITON_CACHE_DIR"]
     assert "glibc.malloc.hugetlb=1" in environment["GLIBC_TUNABLES"]
     assert environment["EXTRA"] == "1"
     assert not {LIFELINE_FD, READY_FD} & environment.keys()

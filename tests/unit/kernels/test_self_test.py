@@ -1,14 +1,12 @@
-"""The start-up self-test, the raw array conversions, and where compiled kernels are kept."""
+"""The start-up self-test and the raw array conversions."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from expertmesh_kernels import cache_dir, self_test
+from expertmesh_kernels import self_test
 from expertmesh_kernels.host import as_array, as_rows, to_torch
 from expertmesh_kernels.self_test import experts_fingerprint, numerics_fingerprint
 
@@ -77,27 +75,3 @@ def test_arrays_share_memory_with_contiguous_tensors() -> None:
     as_array(tensor)[0] = 0xC000
     assert tensor.tolist() == [-2.0, 1.0]
     assert np.int16 == as_array(tensor.half()).dtype
-
-
-def test_cache_folder_is_set_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable gets one subfolder for these sources, and a child process keeps it."""
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    cache_dir.set_numba_cache_dir()
-    first = cache_dir.os.environ["NUMBA_CACHE_DIR"]
-    cache_dir.set_numba_cache_dir()
-    assert first == cache_dir.os.environ["NUMBA_CACHE_DIR"]
-    assert tmp_path == Path(first).parent
-    assert Path(first).is_dir()
-
-
-def test_cache_folder_that_cannot_be_written_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file in the way leads to a private temporary folder."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(cache_dir.tempfile, "tempdir", str(tmp_path))
-    cache_dir.set_numba_cache_dir()
-    folder = Path(cache_dir.os.environ["NUMBA_CACHE_DIR"])
-    assert tmp_path == folder.parent
-    assert folder.name.startswith("expertmesh-numba-")
