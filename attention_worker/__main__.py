@@ -10,6 +10,7 @@ from expertmesh.cores import settle
 from expertmesh.errors import StartupError
 from expertmesh.logs import configure_logging
 from expertmesh.processes import announce_failure, announce_ready
+from expertmesh.quiet_gc import QuietGc
 from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.stop_request import StopRequest
 
@@ -55,7 +56,8 @@ def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
         share,
     )
     announce_ready({"socket_path": settings.socket_path})
-    stopping.wait(exit_guard_s=STOP_GRACE_S + _ENDING_S)  # ends with a signal or with the parent
+    with QuietGc(lambda: worker.server.num_steps):
+        stopping.wait(exit_guard_s=STOP_GRACE_S + _ENDING_S)  # ends with a signal or the parent
     worker.stop(STOP_GRACE_S)
 
 

@@ -48,6 +48,7 @@ class AttentionServicer(pb_grpc.AttentionServiceServicer):
         self._stopping = threading.Event()
         self._memberships: set[MembershipStream] = set()
         self._memberships_lock = threading.Lock()
+        self.num_steps = 0
 
     def stop(self, grace_s: float) -> bool:
         """Ends Membership streams and takes no further step.
@@ -92,6 +93,7 @@ class AttentionServicer(pb_grpc.AttentionServiceServicer):
                     if self._stopping.is_set():
                         return
                     response = self._runner.execute(request.step)
+                self.num_steps += 1
                 yield pb.RunResponse(step=response)
         except grpc.RpcError:
             logger.info("the Run stream was cancelled")
@@ -143,6 +145,11 @@ class AttentionServer:
         if not bound:
             raise PortError(f"cannot listen on {address}")
         self._server.start()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were executed, from any thread."""
+        return self._servicer.num_steps
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no Run stream is open; False if one is after the timeout."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +90,6 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     description = _description(settings, checkpoint, runner, dtype_name)
     description.numerics_fingerprint = fingerprint
     servicer = AttentionServicer(description, runner, map_user)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: no collection needs to look at it again
     server = AttentionServer(servicer, settings.socket_path)
     return AttentionWorker(server, experts, grammars, description)
 

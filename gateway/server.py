@@ -32,6 +32,7 @@ from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
 from expertmesh.placement import ExpertMap
 from expertmesh.processes import announce_ready
+from expertmesh.quiet_gc import QuietGc
 from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_home
 from expertmesh.wire import incarnation
 from gateway.api_keys import ApiKeys
@@ -81,7 +82,8 @@ async def run_gateway(settings: GatewaySettings) -> int:
             mesh = gateway.mesh()
             if mesh.uncovered and not mesh.workers:
                 logger.warning("not ready: %s", mesh.message)
-            await stopping.wait()
+            with QuietGc(gateway.work_done):
+                await stopping.wait()
             logger.info("stopping")
             await gateway.drain(settings.engine.drain_grace_s)
     finally:
@@ -166,6 +168,12 @@ class Gateway:
         count = sum(len(experts) for experts in status.uncovered.values())
         why = f"{count} experts have no usable copy" if status.workers else _NO_EXPERT_WORKERS
         return dataclasses.replace(status, message=why)
+
+    def work_done(self) -> tuple[int, int]:
+        """Differs whenever requests were computed or came; from any thread."""
+        assert self._engine is not None, "it is started"
+        stats = self._engine.stats()
+        return stats.num_steps, stats.num_waiting
 
     def summary(self) -> str:
         """For the log: what is served, and where."""
