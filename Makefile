@@ -26,7 +26,7 @@ PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install run test test-all test-gpu conformance-full check lint fmt type imports proto proto-check bench family-table
+.PHONY: help venv install run test test-all test-gpu conformance-full check lint fmt type imports proto proto-check bench bench-mesh bench-scale family-table
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,12 @@ proto-check: $(VENV)/.dev-stamp ## Fail if the generated code is not that of pro
 
 bench: $(VENV)/.dev-stamp ## Measure the kernels
 	@PYTHONPATH=.:kernels $(BIN)/python bench/bench_kernels.py $(ARGS)
+
+bench-mesh: $(VENV)/.dev-stamp ## Measure meshes against the colocated mode
+	@PYTHONPATH=.:kernels $(BIN)/python -m bench.mesh $(ARGS)
+
+bench-scale: $(VENV)/.dev-stamp ## Measure what grows with delay, expert workers, layers, rows
+	@PYTHONPATH=.:kernels $(BIN)/python -m bench.scale $(ARGS)
 
 PARITY_RESULTS := build/parity-results
 

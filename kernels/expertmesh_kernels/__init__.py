@@ -5,10 +5,10 @@ GIL; on other devices it runs its reference. The kernels follow one rule that ma
 independent of batch, chunk and tile: every dot product is a single FP32 chain of fused
 multiply-adds in ascending k, rounded once at the end.
 
-Importing the package chooses the folders in which compiled kernels are kept, so nothing may import
-numba or triton before it.
+Importing the package chooses the folder in which Numba keeps compiled kernels, so nothing may
+import numba before it.
 """
 
-from expertmesh_kernels.cache_dir import set_kernel_cache_dirs
+from expertmesh_kernels.cache_dir import set_numba_cache_dir
 
-set_kernel_cache_dirs()
+set_numba_cache_dir()

@@ -20,33 +20,36 @@ from expertmesh.settings import data_home
 
 logger = logging.getLogger(__name__)
 
-_NUMBA = "NUMBA_CACHE_DIR"
-_TRITON = "TRITON_CACHE_DIR"
 _PREFIX = "kernels-"
 
 
-def set_kernel_cache_dirs() -> None:
-    """Points NUMBA_CACHE_DIR to a subfolder for these sources, and TRITON_CACHE_DIR beside it.
+def set_numba_cache_dir() -> None:
+    """Points NUMBA_CACHE_DIR to a subfolder for these sources; children inherit it unchanged.
 
-    Children inherit both unchanged. Before Numba and Triton are imported, which read them once.
+    Before Numba is imported, which reads it once.
     """
-    wanted = Path(os.environ.get(_NUMBA) or data_home() / "numba")
+    wanted = Path(os.environ.get("NUMBA_CACHE_DIR") or data_home() / "numba")
     base = wanted.parent if wanted.name.startswith(_PREFIX) else wanted
-    folder = base / (_PREFIX + _source_digest())
-    problem = _why_not_writable(folder)
-    if problem:
-        folder = _private_copy(folder, problem)
-    os.environ[_NUMBA] = str(folder)
-    os.environ.setdefault(_TRITON, str(folder if problem else data_home() / "triton"))
+    folder = _writable(base / (_PREFIX + _source_digest()))
+    os.environ["NUMBA_CACHE_DIR"] = str(folder)
 
 
-def _private_copy(folder: Path, problem: str) -> Path:
-    """A temporary folder with what is in this one, which cannot be written.
+def set_triton_cache_dir() -> None:
+    """Points TRITON_CACHE_DIR to a folder that can be written; Triton tells versions apart."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or data_home() / "triton")
+    os.environ["TRITON_CACHE_DIR"] = str(_writable(folder))
 
-    Not kept: Numba unpickles what it finds in its cache, so it must be ours alone.
+
+def _writable(folder: Path) -> Path:
+    """The folder, or a temporary one with what is in it.
+
+    That one is not kept: Numba unpickles what it finds in its cache, so it must be ours alone.
     """
+    problem = _why_not_writable(folder)
+    if not problem:
+        return folder
     try:
-        private = Path(tempfile.mkdtemp(prefix="expertmesh-numba-"))
+        private = Path(tempfile.mkdtemp(prefix="expertmesh-kernels-"))
     except OSError:
         logger.warning("compiled kernels cannot be kept in %s: %s", folder, problem)
         return folder
@@ -60,15 +63,6 @@ def _private_copy(folder: Path, problem: str) -> Path:
         "what is missing there is" if found else "all are",
     )
     return private
-
-
-def set_triton_cache_dir() -> None:
-    """Point TRITON_CACHE_DIR to a folder that can be written; Triton tells versions apart."""
-    default = Path.home() / ".cache" / "expertmesh" / "triton"
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or default)
-    if not _is_writable(folder):
-        folder = Path(tempfile.mkdtemp(prefix="expertmesh-triton-"))
-    os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def _source_digest() -> str:
