@@ -168,8 +168,10 @@ def test_load_reports_progress(server: ExpertServer) -> None:
 
 def test_unload_has_two_phases(server: ExpertServer) -> None:
     """An expert is first retiring and still answers; after its time it is gone."""
-    message = pb.UnloadExpertsRequest(**order(server, [(1, 3), (1, 7)]), retire_ms=300)  # type: ignore[arg-type]
+    message = pb.UnloadExpertsRequest(**order(server, [(1, 3), (1, 7)]), retire_ms=1000)  # type: ignore[arg-type]
     with channel(server) as opened:
+        (reply,) = RawStream(opened, [request(server).SerializeToString()]).read()
+        assert reply.HasField("outputs")  # kernels are loaded: the next call takes milliseconds
         events = iter(rpc.ExpertServiceStub(opened).UnloadExperts(message, timeout=TIMEOUT_S))
         retiring = [next(events), next(events)]
         assert [event.state for event in retiring] == [pb.EXPERT_STATE_RETIRING] * 2
