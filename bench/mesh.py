@@ -25,8 +25,10 @@ from pathlib import Path
 from bench.load import Samples, Workload, percentile, read_metrics, run_load
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.model_config import ModelConfig
+from expertmesh.model_tools.model_size import model_size
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model
+from expertmesh.model_tools.worker_memory import attention_worker_nbytes
 from expertmesh.settings import data_home
 from tests.support.mesh import Server, serve
 
@@ -114,7 +116,7 @@ def against_minimum(
     top_k = config.moe_ffn(config.moe_layers[0]).gate.top_k
     computed = workload.prompt_len + workload.num_tokens - 1
     num_pairs = computed * workload.num_requests * num_layers * top_k
-    least_out = num_pairs / top_k * _workers_of_a_row(config.num_experts, top_k, workers)
+    least_out = num_pairs / top_k * workers_of_a_row(config.num_experts, top_k, workers)
     row_bytes = config.hidden_size * ITEM_BYTES[dtype]
     return {
         "calls/min": found["calls"] / (found["num_steps"] * num_layers * workers),
@@ -123,7 +125,7 @@ def against_minimum(
     }
 
 
-def _workers_of_a_row(num_experts: int, top_k: int, num_workers: int) -> float:
+def workers_of_a_row(num_experts: int, top_k: int, num_workers: int) -> float:
     """Expert workers that a token's experts are on, on average, if chosen evenly."""
     total = 0.0
     for index in range(num_workers):
@@ -159,7 +161,34 @@ def run_layout(
             line: dict[str, float | str] = {"mesh": str(layout), "conc": concurrency, **middle}
             print(format_line(line), flush=True)
             lines.append(line)
+        lines.append(memory_beyond_weights(server, layout, config, dtype))
     return lines
+
+
+def memory_beyond_weights(
+    server: Server, layout: Layout, config: ModelConfig, dtype: str
+) -> dict[str, float | str]:
+    """MB of each kind of process without weights, keys and values that were written included.
+
+    Resident, and each page's share of those that it is shared with.
+    """
+    size, itemsize = model_size(config), ITEM_BYTES[dtype]
+    experts = size.experts.nbytes(itemsize)
+    weights = {
+        "gateway": 0,
+        "attention_worker": attention_worker_nbytes(config, size, itemsize)
+        + (0 if layout.expert_workers else experts),
+        "expert_worker": experts // max(1, layout.expert_workers),
+    }
+    found: dict[str, float | str] = {"mesh": str(layout)}
+    for process in server.process.descendants():
+        for module in weights.keys() & set(process.cmdline()):
+            memory = process.memory_full_info()
+            found[f"{module}_rss_mb"] = round((memory.rss - weights[module]) / 1e6)
+            found[f"{module}_pss_mb"] = round((memory.pss - weights[module]) / 1e6)
+    shown = ", ".join(f"{name} {value}" for name, value in found.items() if name != "mesh")
+    print(f"{layout!s:>10}  memory beyond weights: {shown}", flush=True)
+    return found
 
 
 def format_line(line: dict[str, float | str]) -> str:
