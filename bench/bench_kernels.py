@@ -6,6 +6,7 @@ use the machine; compare kernels by the fastest.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -177,6 +178,11 @@ def bench_sampler() -> None:
 
 def main() -> None:
     """Run the benchmarks named on the command line, or all."""
+    parser = argparse.ArgumentParser(description="Measure kernels.")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--json", metavar="FILE", help="of gpu: keep the lines")
+    parser.add_argument("--tune", action="store_true", help="of gpu: try tiles instead")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     benches = {
         "linear": bench_linear,
@@ -186,8 +192,23 @@ def main() -> None:
         "sampling": bench_sampling,
         "sampler": bench_sampler,
     }
-    for name in sys.argv[1:] or list(benches):
-        benches[name]()
+    for name in options.names or (["gpu"] if torch.cuda.is_available() else list(benches)):
+        if name == "gpu":
+            bench_gpu(options.json, tune=options.tune)
+        else:
+            benches[name]()
+
+
+def bench_gpu(json_path: str | None, *, tune: bool) -> None:
+    """The Triton kernels."""
+    if not torch.cuda.is_available():
+        sys.exit("error: torch finds no CUDA device")
+    import gpu_kernels
+
+    if tune:
+        gpu_kernels.tune()
+    else:
+        gpu_kernels.run(json_path)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Tile:
 
 TUNED: dict[tuple[str, int, int, str], tuple[Tile, Tile]] = {}
 """By device name, N, K and dtype of the weight: tiles for few and for many rows. Lines are printed
-by `python bench/bench_kernels.py --tune`; without one, `_rule` decides."""
+by `python bench/bench_kernels.py gpu --tune`; without one, `_rule` decides."""
 
 
 def tile_for(device: torch.device, columns: int, depth: int, kind: str, rows: int) -> Tile:
@@ -67,6 +67,11 @@ def tile_for(device: torch.device, columns: int, depth: int, kind: str, rows: in
     """
     few, many = _tiles(_device_name(device), columns, depth, kind)
     return many if rows > 2 * FEW_ROWS else few
+
+
+def forget() -> None:
+    """Look tiles up again, as `TUNED` has changed."""
+    _tiles.cache_clear()
 
 
 @cache
