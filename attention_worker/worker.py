@@ -78,7 +78,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     num_kv_blocks = choose_num_kv_blocks(
         config, pool, dtype, available_memory(device) - weight_bytes
     )
-    fingerprint = _self_test(dtype_name)
+    fingerprint = _self_test(dtype_name, device)
     model = load_model(checkpoint, dtype, device, pool.max_model_len)
     experts, map_user = _experts(settings, checkpoint, dtype_name)
     kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
@@ -94,10 +94,10 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     return AttentionWorker(server, experts, grammars, description)
 
 
-def _self_test(dtype: DtypeName) -> bytes:
-    """Fingerprint of this machine's numerics, which other processes are compared with."""
+def _self_test(dtype: DtypeName, device: torch.device) -> bytes:
+    """Fingerprint of this device's numerics, which other processes are compared with."""
     try:
-        return numerics_fingerprint(dtype)
+        return numerics_fingerprint(dtype, device)
     except RuntimeError as error:
         raise StartupError(f"the kernels do not work on this machine: {error}") from error
 

@@ -59,7 +59,7 @@ class ExpertWorker:
         identity = WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=incarnation(),
-            numerics_fingerprint=experts_fingerprint(dtype),
+            numerics_fingerprint=experts_fingerprint(dtype, self.store.device),
             row_credits=settings.row_credits,
         )
         self.server = ExpertServer(

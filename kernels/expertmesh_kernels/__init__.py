@@ -1,9 +1,9 @@
-"""Math of the model: one module per op, each with a PyTorch reference and a CPU kernel.
+"""Math of the model: one module per op, each with a PyTorch reference and kernels.
 
-On CPU every op runs a Numba kernel (`expertmesh_kernels.cpu`), single-threaded and without the
-GIL; on other devices it runs its reference. The kernels follow one rule that makes results
-independent of batch, chunk and tile: every dot product is a single FP32 chain of fused
-multiply-adds in ascending k, rounded once at the end.
+On CPU every op runs a Numba kernel (`expertmesh_kernels.cpu`), without the GIL; on CUDA devices a
+Triton kernel (`expertmesh_kernels.triton`), or what PyTorch has where that is one kernel too; on
+other devices its reference. The kernels follow one rule that makes results independent of batch,
+chunk and tile: every dot product is a single FP32 chain in ascending k, rounded once at the end.
 
 Importing the package chooses the folder in which Numba keeps compiled kernels, so nothing may
 import numba before it.

@@ -138,7 +138,12 @@ def gateway(
 
 
 def start_expert_workers(
-    model: Path | str, shares: Sequence[str], *, port: int = 0, dtype: str = "float32"
+    model: Path | str,
+    shares: Sequence[str],
+    *,
+    port: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> list[ExpertProcess]:
     """Starts `expertmesh expert-worker` with each of these shares, all at the same time, and waits
     until they serve. The caller closes them.
@@ -148,7 +153,7 @@ def start_expert_workers(
         Managed(
             [
                 *(*COMMAND, "expert-worker", str(model), "--experts", share),
-                *("--dtype", dtype, "--port", str(port)),
+                *("--dtype", dtype, "--port", str(port), "--device", device),
             ],
             name=f"expert-worker {share}",
         )
@@ -171,10 +176,15 @@ def start_expert_worker(
 
 @contextmanager
 def expert_workers(
-    model: Path | str, shares: Sequence[str], *, port: int = 0, dtype: str = "float32"
+    model: Path | str,
+    shares: Sequence[str],
+    *,
+    port: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> Iterator[list[ExpertProcess]]:
     """Expert workers that are stopped, and proven to stop cleanly, at the end."""
-    workers = start_expert_workers(model, shares, port=port, dtype=dtype)
+    workers = start_expert_workers(model, shares, port=port, dtype=dtype, device=device)
     with ExitStack() as stack:
         for worker in workers:
             stack.enter_context(_stopped_cleanly(worker.process, (worker.port,)))

@@ -34,9 +34,9 @@ from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh_kernels.host import TORCH_DTYPES
 
 
-def local_experts(checkpoint: Checkpoint, dtype: DtypeName) -> LocalExperts:
+def local_experts(checkpoint: Checkpoint, dtype: DtypeName, device: str = "cpu") -> LocalExperts:
     """All experts of a checkpoint in this process."""
-    store = ExpertStore(checkpoint, dtype)
+    store = ExpertStore(checkpoint, dtype, device)
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
@@ -54,6 +54,7 @@ def make_runner(
     experts: ExpertClient | None = None,
     speculation: Speculation | None = None,
     sliding_windows: Sequence[int | None] = (),
+    device: str = "cpu",
 ) -> ModelRunner:
     """A runner of a checkpoint; with its experts in this process, unless others are given.
 
@@ -62,12 +63,12 @@ def make_runner(
     checkpoint = Checkpoint.open(model_dir)
     if sliding_windows:
         checkpoint.config = with_windows(checkpoint.config, sliding_windows)
-    cpu = torch.device("cpu")
-    model = load_model(checkpoint, TORCH_DTYPES[dtype], cpu, max_model_len)
-    kv = PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, cpu)
+    place = torch.device(device)
+    model = load_model(checkpoint, TORCH_DTYPES[dtype], place, max_model_len)
+    kv = PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, place)
     return ModelRunner(
         model,
-        experts or local_experts(checkpoint, dtype),
+        experts or local_experts(checkpoint, dtype, device),
         PagedKvState(kv, num_slots, max_model_len),
         RunnerLimits(
             num_request_slots=num_slots,
