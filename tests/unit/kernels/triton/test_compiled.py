@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ OPS = [
     "experts in fp8", "experts in mxfp4", "attention", "attention over int8",
     "attention over a latent", "router", "small", "sampling",
 ]  # fmt: skip
+_ROOT = Path(__file__).parents[4]
 _IN_FP32 = {"linear in fp32", "router", "small", "sampling"}
 _NO_PRODUCTS = {"_count", "_place", "_write_kv", "_merge"}
 
@@ -23,7 +25,9 @@ def compiled(arch: int, *arguments: str) -> list[dict[str, Any]]:
     """What `tests.support.compiled_kernels` says, in a process that compiles."""
     command = [sys.executable, "-m", "tests.support.compiled_kernels", str(arch), *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(
+        command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=280
+    )
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
