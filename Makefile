@@ -26,7 +26,7 @@ PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install run test test-all test-gpu conformance-full check lint fmt type imports proto proto-check bench bench-mesh bench-scale family-table
+.PHONY: help venv install run test test-all test-gpu conformance-full check lint fmt type imports proto proto-check bench bench-mesh bench-scale bench-rpc bench-overlap family-table
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,12 @@ bench-mesh: $(VENV)/.dev-stamp ## Measure meshes against the colocated mode
 
 bench-scale: $(VENV)/.dev-stamp ## Measure what grows with delay, expert workers, layers, rows
 	@PYTHONPATH=.:kernels $(BIN)/python -m bench.scale $(ARGS)
+
+bench-rpc: $(VENV)/.dev-stamp ## Measure dispatch and combine against echoes over gRPC and plain sockets
+	@PYTHONPATH=.:kernels $(BIN)/python -m bench.rpc $(ARGS)
+
+bench-overlap: $(VENV)/.dev-stamp ## Measure when two micro-batches pay, against the model
+	@PYTHONPATH=.:kernels $(BIN)/python -m bench.overlap $(ARGS)
 
 PARITY_RESULTS := build/parity-results
 

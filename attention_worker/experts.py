@@ -37,6 +37,10 @@ _LONGEST_CALL_S = 3600.0
 class Pending(Protocol):
     """Rows on their way to experts and back."""
 
+    @property
+    def busy_s(self) -> float:
+        """Once the result is there: time that the slowest expert worker computed."""
+
     def result(self) -> Tensor:
         """[T, H] the weighted sums over each row's experts, in the dtype of the rows. Once.
 
@@ -77,10 +81,11 @@ class ExpertClient(Protocol):
 
 
 @dataclass(frozen=True)
-class _Finished:
+class Finished:
     """A result that is there already."""
 
     combined_TH: Tensor
+    busy_s: float = 0.0
 
     def result(self) -> Tensor:
         """The combined rows."""
@@ -112,7 +117,7 @@ class LocalExperts:
         row_of_pair_N = _rows_of_pairs(*routing.topk_ids_TK.shape)
         expert_of_pair_N = routing.topk_ids_TK.reshape(-1).astype(np.int64)
         outputs = self._backend.run(layer, h_TH, row_of_pair_N, expert_of_pair_N)
-        return _Finished(combine(outputs.outputs_NH, routing.topk_weights_TK))
+        return Finished(combine(outputs.outputs_NH, routing.topk_weights_TK))
 
     def close(self) -> None:
         """Nothing to end."""

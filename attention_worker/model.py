@@ -6,6 +6,7 @@ a family. All math goes through `expertmesh_kernels`, apart from gathers and res
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention_worker.batch import Batch
 from attention_worker.layers.attention import Attention
 from attention_worker.layers.ffn import ExpertCalls, Ffn
 from attention_worker.layers.logits import LogitsEdit
@@ -52,20 +52,23 @@ class Model:
     logits_edits: tuple[LogitsEdit, ...] = ()
     """Applied in order to what `lm_head` gives."""
 
-    def forward(self, batch: Batch, inputs: AttentionInputs, calls: ExpertCalls) -> Tensor:
+    def layer_by_layer(
+        self, token_ids_T: Tensor, inputs: AttentionInputs, calls: ExpertCalls
+    ) -> Generator[None, None, Tensor]:
         """Normalised hidden states after the last layer, [T, H]; the rows' keys and values are
-        written.
+        written. Pauses in every layer while rows travel.
 
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy within its deadline.
         """
-        x_TH = self.embed_VH[batch.token_ids_T]
+        x_TH = self.embed_VH[token_ids_T]
         h_TH = self.layers[0].input_norm(x_TH)
         for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
             mixed_TH = layer.attention(h_TH, inputs)
             x_TH, h_TH = layer.ffn_norm.add(x_TH, layer.attention_out_norm(mixed_TH))
-            out_TH = layer.ffn(h_TH, calls)
-            x_TH, h_TH = next_norm.add(x_TH, layer.ffn_out_norm(out_TH))
+            begun = layer.ffn.begin(h_TH, calls)
+            yield
+            x_TH, h_TH = next_norm.add(x_TH, layer.ffn_out_norm(begun.result()))
         return h_TH
 
     @cached_property
@@ -74,7 +77,7 @@ class Model:
         return (*(layer.input_norm for layer in self.layers[1:]), self.norm)
 
     def logits(self, h_TH: Tensor, rows_R: npt.NDArray[np.int64]) -> Tensor:
-        """Logits of some rows of what `forward` gave, float32 [R, V]."""
+        """Logits of some rows of what `layer_by_layer` gave, float32 [R, V]."""
         h_RH = h_TH[torch.from_numpy(rows_R).to(h_TH.device)]
         logits_RV = linear(h_RH, self.lm_head, out_dtype=torch.float32)
         for edit in self.logits_edits:

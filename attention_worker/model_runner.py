@@ -22,8 +22,10 @@ from attention_worker.drafts import Speculation, make_drafter
 from attention_worker.experts import ExpertClient
 from attention_worker.grammar import GrammarMasker, PendingMasks
 from attention_worker.layers.ffn import ExpertCalls
+from attention_worker.micro_batches import ForwardPasses
 from attention_worker.model import Model
 from attention_worker.model_states.model_state import ModelState
+from attention_worker.overlap import SplitByTimes, Splitter
 from attention_worker.prompt_logprobs import prompt_logprobs
 from attention_worker.request_slots import RequestSlots
 from attention_worker.routed_experts import routing_recorder
@@ -68,6 +70,7 @@ class ModelRunner:
         state: ModelState,
         limits: RunnerLimits,
         grammars: GrammarMasker,
+        splitter: Splitter | None = None,
     ) -> None:
         self.model = model
         self.state = state
@@ -75,6 +78,7 @@ class ModelRunner:
         self.grammars = grammars
         self.on_logits: LogitsObserver = ignore_logits
         self._experts = experts
+        self._passes = ForwardPasses(model, state, splitter or SplitByTimes())
         self._slots = RequestSlots(limits.num_request_slots, model.max_model_len)
         self._deltas = StepDeltas(
             self._slots, state, model.config.vocab_size, limits.max_step_tokens
@@ -165,10 +169,8 @@ class ModelRunner:
 
     def _forward(self, schedule: Schedule, batch: Batch, calls: ExpertCalls) -> Tensor:
         """Normalised hidden states of all rows after the last layer, [T, H]."""
-        calls.num_generated_rows = batch.num_generated_rows
-        inputs = self.state.prepare(schedule.slots_S, batch.sequence_of_row_T, batch.positions_T)
         with torch.inference_mode():
-            return self.model.forward(batch, inputs, calls)
+            return self._passes.run(schedule, batch, calls)
 
     def _sample(
         self, batch: Batch, h_TH: Tensor, masks: PendingMasks, response: pb.StepResponse

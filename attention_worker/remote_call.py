@@ -80,6 +80,8 @@ class RemoteCall:
         self._outcomes = Outcomes(waiting)
         self._open: set[Call] = set()
         self._num_attempts = 0
+        self.busy_s = 0.0
+        """Time that the slowest expert worker computed, as far as replies came."""
         self._tried: dict[int, set[int]] = {}  # expert to the expert workers that failed it
         num_rows, self._hidden_size = batch.hidden_TH.shape
         hidden_TH = batch.hidden_TH.detach().cpu().contiguous()
@@ -190,6 +192,7 @@ class RemoteCall:
                     stream.refuse(reason)
             else:
                 num_bytes = len(call.rows.expert_ids_N) * self._row_bytes
+                self.busy_s = max(self.busy_s, outcome.response.compute_us / 1e6)
                 stream.count_answer(call, outcome.response, num_bytes)
                 return
         stream.count_fault(reason)

@@ -40,6 +40,7 @@ class _Zeros:
 
     h_TH: Tensor
     routing: Routing
+    busy_s: float = 0.0
 
     def result(self) -> Tensor:
         num_slots = self.routing.topk_ids_TK.size

@@ -1,6 +1,6 @@
 """The FFN of a layer: dense, or a gate and routed experts that live elsewhere.
 
-Both kinds have one call, so the forward pass does not ask which one a layer has.
+Both kinds are begun and give their result later, so the forward pass does not ask which one it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention_worker.experts import ExpertClient, Pending
+from attention_worker.experts import ExpertClient, Finished, Pending
 from attention_worker.routed_experts import NoRecorder, RoutingRecorder
 from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import sigmoid_scaled
@@ -34,6 +34,8 @@ class ExpertCalls:
     """Token class: rows [0, num_generated_rows) are generated tokens."""
     wait_s: float = 0.0
     """Time spent waiting for outputs so far."""
+    busy_s: float = 0.0
+    """Time that the slowest expert worker of each layer computed so far."""
     recorder: RoutingRecorder = field(default_factory=NoRecorder)
     """Is told which experts were chosen."""
 
@@ -52,13 +54,30 @@ class ExpertCalls:
             return pending.result()
         finally:
             self.wait_s += time.monotonic() - started_s
+            self.busy_s += pending.busy_s
+
+
+class FfnResult(Protocol):
+    """An FFN that was begun."""
+
+    def result(self) -> Tensor:
+        """[T, H]; waits for rows that travel.
+
+        Raises:
+            ExpertUnavailableError: Routed experts cannot be reached.
+        """
+        ...
 
 
 class Ffn(Protocol):
     """The second half of a decoder layer."""
 
-    def __call__(self, h_TH: Tensor, calls: ExpertCalls) -> Tensor:
-        """[T, H] -> [T, H]. Raises ExpertUnavailableError if routed experts cannot be reached."""
+    def begin(self, h_TH: Tensor, calls: ExpertCalls) -> FfnResult:
+        """Computes what it can for rows [T, H], and sends the others on their way.
+
+        Raises:
+            ExpertUnavailableError: Routed experts cannot be reached.
+        """
         ...
 
 
@@ -69,9 +88,9 @@ class DenseFfn:
     weights: ExpertWeights
     activation: Activation
 
-    def __call__(self, h_TH: Tensor, calls: ExpertCalls) -> Tensor:
-        """[T, H] -> [T, H]; no calls are made."""
-        return gated_mlp(h_TH, self.weights, self.activation)
+    def begin(self, h_TH: Tensor, calls: ExpertCalls) -> FfnResult:
+        """All of it; no calls are made."""
+        return Finished(gated_mlp(h_TH, self.weights, self.activation))
 
 
 class SharedExpert(Protocol):
@@ -117,15 +136,27 @@ class MoeFfn:
     shared: tuple[SharedExpert, ...] = ()
     """Computed while the rows travel."""
 
-    def __call__(self, h_TH: Tensor, calls: ExpertCalls) -> Tensor:
-        """[T, H] -> [T, H]: the weighted sum over each row's experts, plus the shared experts."""
+    def begin(self, h_TH: Tensor, calls: ExpertCalls) -> FfnResult:
+        """The weighted sum over each row's experts, plus the shared experts."""
         routing = choose_experts(h_TH, self.gate)
         calls.recorder.record(routing.topk_ids_TK)
         pending = calls.client.dispatch(
             self.layer, h_TH, routing, calls.num_generated_rows, calls.deadline_s()
         )
-        shared = [expert(h_TH) for expert in self.shared]
-        out_TH = calls.wait_for(pending)
-        for shared_TH in shared:
+        return _MoeResult(pending, calls, [expert(h_TH) for expert in self.shared])
+
+
+@dataclass(frozen=True)
+class _MoeResult:
+    """Rows that travel, and what the shared experts made of them meanwhile."""
+
+    pending: Pending
+    calls: ExpertCalls
+    shared: list[Tensor]
+
+    def result(self) -> Tensor:
+        """[T, H]; see FfnResult."""
+        out_TH = self.calls.wait_for(self.pending)
+        for shared_TH in self.shared:
             out_TH = out_TH + shared_TH
         return out_TH

@@ -26,6 +26,7 @@ from attention_worker.kv_cache import PagedKvCache
 from attention_worker.loader import load_model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.model_states.paged_kv import PagedKvState
+from attention_worker.overlap import Splitter
 from expert_worker.backend import ExpertBackend
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
@@ -55,6 +56,7 @@ def make_runner(
     speculation: Speculation | None = None,
     sliding_windows: Sequence[int | None] = (),
     device: str = "cpu",
+    splitter: Splitter | None = None,
 ) -> ModelRunner:
     """A runner of a checkpoint; with its experts in this process, unless others are given.
 
@@ -78,6 +80,7 @@ def make_runner(
         GrammarMasker(
             checkpoint.tokenizer_path, checkpoint.config.eos_token_ids, model.config.vocab_size
         ),
+        splitter,
     )
 
 

@@ -29,6 +29,7 @@ class Events:
     def __init__(self, answer: Tensor | None) -> None:
         self.seen: list[str] = []
         self._answer = answer
+        self.busy_s = 0.0
 
     def begin_step(self, step: int) -> None:
         """Nothing to pin."""
@@ -62,7 +63,7 @@ def test_shared_experts_compute_while_rows_travel() -> None:
     """First the rows leave, then shared experts compute, then the routed experts are waited for;
     the sum of all is the output."""
     events = Events(answer=torch.ones(5, 8))
-    out_TH = _layer(events, events)(ROWS, ExpertCalls(events, timeout_s=1.0))
+    out_TH = _layer(events, events).begin(ROWS, ExpertCalls(events, timeout_s=1.0)).result()
     assert events.seen == ["rows leave", "shared expert", "shared expert", "wait"]
     torch.testing.assert_close(out_TH, 1 + 4 * ROWS)
 
@@ -71,7 +72,8 @@ def test_without_shared_experts_the_output_is_that_of_the_routed_ones() -> None:
     """Nothing is added, and nothing copied."""
     answer = torch.ones(5, 8)
     events = Events(answer)
-    assert _layer()(ROWS, ExpertCalls(events, timeout_s=1.0)) is answer
+    begun = _layer().begin(ROWS, ExpertCalls(events, timeout_s=1.0))
+    assert begun.result() is answer
     assert events.seen == ["rows leave", "wait"]
 
 
@@ -80,7 +82,7 @@ def test_time_is_counted_as_waiting_even_if_experts_fail() -> None:
     events = Events(answer=None)
     calls = ExpertCalls(events, timeout_s=1.0)
     with pytest.raises(ExpertUnavailableError):
-        _layer(events)(ROWS, calls)
+        _layer(events).begin(ROWS, calls).result()
     assert calls.wait_s > 0
 
 
