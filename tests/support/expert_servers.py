@@ -18,6 +18,7 @@ from expert_worker.servicer import ExpertServicer
 from expert_worker.state import WorkerIdentity, WorkerState
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.grpc_options import server_options
 from expertmesh.model_config import DtypeName
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -122,7 +123,7 @@ class FaultyServer:
         handler = grpc.stream_stream_rpc_method_handler(
             self._forward, pb.ForwardRequest.FromString, pb.ForwardResponse.SerializeToString
         )
-        self._server = grpc.server(self._pool, options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.server(self._pool, options=server_options(2**24))
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Forward": handler}),)
         )
