@@ -18,7 +18,7 @@ from attention_worker.logits_edits import GrammarMasks, edit_logits
 from attention_worker.request_slots import RequestSlots
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh_kernels.host import as_array
-from expertmesh_kernels.sampling import sample, top_logprobs
+from expertmesh_kernels.sampling import finite_rows, sample, top_logprobs
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def choose_tokens(
         masks: Of requests with grammars.
     """
     token_ids_R = sample_tokens(logits_RV, rows, slots, masks)
-    finite_R = _finite_rows(logits_RV)
+    finite_R = finite_rows(logits_RV)
     usable_R = finite_R.copy()
     usable_R[[row for row, _ in masks.failures]] = False
     num_emitted_P = count_emitted(rows, token_ids_R, usable_R, slots)
@@ -185,12 +185,3 @@ def _add_logprobs(
                 top_ids[index, :num].tolist(), top_values[index, :num].tolist(), strict=True
             )
         )
-
-
-def _finite_rows(logits_RV: Tensor) -> npt.NDArray[np.bool_]:
-    """Which rows are free of NaN and infinities, [R]."""
-    sums_R = logits_RV.sum(dim=1).numpy()  # one pass; a NaN or infinity shows in the sum
-    finite_R: npt.NDArray[np.bool_] = np.isfinite(sums_R)
-    if not finite_R.all():  # a sum may overflow without them: look closer
-        finite_R = torch.isfinite(logits_RV).all(dim=1).numpy()
-    return finite_R

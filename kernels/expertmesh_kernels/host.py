@@ -95,6 +95,19 @@ def as_rows(tensor: Tensor) -> tuple[NDArray[Any], int]:
     return as_array(tensor.as_strided((span,), (1,))), stride
 
 
+def row_stride(tensor: Tensor) -> int:
+    """Elements from row to row of a tensor [T, n, D] whose rows are contiguous.
+
+    Raises:
+        ValueError: The elements of one row are not adjacent in memory.
+    """
+    _, num_heads, width = tensor.shape
+    row, head, element = tensor.stride()
+    if (width > 1 and element != 1) or (num_heads > 1 and head != width and width > 0):
+        raise ValueError(f"strides are {tensor.stride()}, expected contiguous rows")
+    return row
+
+
 def as_heads(tensor: Tensor) -> tuple[NDArray[Any], tuple[int, int]]:
     """The memory of a tensor [T, n, D], flat, and the distances of two rows and of two heads.
 
@@ -117,5 +130,7 @@ def as_input(array: NDArray[np.generic], dtype: type[Scalar]) -> NDArray[Scalar]
 
     A read-only array is another type to Numba and would compile the kernel again.
     """
+    if array.dtype == dtype and array.flags.carray:
+        return array  # type: ignore[return-value]
     converted = np.ascontiguousarray(array, dtype)
     return converted if converted.flags.writeable else converted.copy()

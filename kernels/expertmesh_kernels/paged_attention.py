@@ -17,12 +17,15 @@ from torch import Tensor
 
 from expertmesh.model_config import KvLayout
 from expertmesh_kernels.cpu.attention import paged_attention as cpu_paged_attention
+from expertmesh_kernels.cpu.features import has_amx
 from expertmesh_kernels.cpu.pages import Pages
 from expertmesh_kernels.cpu.pages import write_kv as cpu_write_kv
-from expertmesh_kernels.host import as_array, as_input, as_rows
+from expertmesh_kernels.host import as_array, as_input, row_stride
 
 _UNLIMITED = 1 << 40
 _NO_SINKS = np.empty(0, np.float32)
+_TILES = np.empty(0, np.uint32)
+_CHAINS = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,13 @@ class KvCache:
         return self.layout.width * self.block_size
 
     @cached_property
-    def pages(self) -> Pages:
-        """Where keys and values are, as CPU kernels take it."""
+    def pages(self) -> NDArray[np.int64]:
+        """Where keys and values are: the fields of `Pages`, as CPU kernels take them."""
         layout = self.layout
         num_keys = layout.num_heads * layout.key_dim * self.block_size
-        return Pages(
+        fields = Pages(
+            address=self.pool.data_ptr(),
+            size=self.pool.numel(),
             block_stride=self.pool.shape[1],
             keys_at=self.offset,
             values_at=self.offset + num_keys,
@@ -72,11 +77,17 @@ class KvCache:
             value_dim=layout.value_dim,
             block_size=self.block_size,
         )
+        return np.array(fields, np.int64)
 
     @cached_property
-    def flat_pool(self) -> NDArray[np.generic]:
-        """The pool as CPU kernels take it."""
-        return as_array(self.pool.view(-1))
+    def like(self) -> NDArray[np.generic]:
+        """An empty array of the type that CPU kernels see in the pool."""
+        return as_array(self.pool.new_empty(0))
+
+    @cached_property
+    def form(self) -> NDArray[np.generic]:
+        """An empty array of the type of the panels that CPU kernels multiply."""
+        return _TILES if self.pool.dtype == torch.bfloat16 and has_amx() else _CHAINS
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,12 @@ class AttentionOptions:
     """Scores become cap * tanh(score / cap)."""
     sinks_n: Tensor | None = None
     """float32 [n]: a logit of each head that takes part in the softmax and has no value."""
+
+    @cached_property
+    def scores(self) -> tuple[np.float32, int, np.float32]:
+        """Scale, window and cap as CPU kernels take them."""
+        window = self.sliding_window or _UNLIMITED
+        return np.float32(self.scale), window, np.float32(self.softcap or 0.0)
 
     @cached_property
     def sinks(self) -> NDArray[np.float32]:
@@ -120,10 +137,10 @@ def write_kv(k_TnD: Tensor, v_TnD: Tensor, cache: KvCache, slots_T: NDArray[np.i
     if k_TnD.device.type != "cpu":
         write_kv_reference(k_TnD, v_TnD, cache, slots_T)
         return
-    k, k_stride = as_rows(k_TnD)
-    v, v_stride = as_rows(v_TnD) if layout.value_dim else (k[:0], 0)
-    slots_T = as_input(slots_T, np.int64)
-    cpu_write_kv(k, k_stride, v, v_stride, cache.flat_pool, cache.pages, slots_T)
+    cpu_write_kv(
+        k_TnD.data_ptr(), row_stride(k_TnD), v_TnD.data_ptr(), row_stride(v_TnD), cache.pages,
+        cache.like, as_input(slots_T, np.int64),
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -159,13 +176,13 @@ def paged_attention(
         return paged_attention_reference(
             q_TnD, cache, block_tables_SB, sequence_of_row_T, positions_T, options
         )
-    q, q_stride = as_rows(q_TnD)
-    out_TnD = q_TnD.new_empty(*q_TnD.shape[:2], options.value_dim)
+    num_heads = q_TnD.shape[1]
+    out_TnD = q_TnD.new_empty(q_TnD.shape[0], num_heads, options.value_dim)
     cpu_paged_attention(
-        q, q_stride, cache.flat_pool, cache.pages, as_input(block_tables_SB, np.int32),
+        q_TnD.data_ptr(), row_stride(q_TnD), out_TnD.data_ptr(), cache.like, cache.form,
+        cache.pages, as_input(block_tables_SB, np.int32),
         as_input(sequence_of_row_T, np.int32), as_input(positions_T, np.int32),
-        np.float32(options.scale), options.sliding_window or _UNLIMITED,
-        np.float32(options.softcap or 0.0), options.sinks, as_array(out_TnD),
+        num_heads, options.value_dim, *options.scores, options.sinks,
     )  # fmt: skip
     return out_TnD
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh_kernels.cpu.sampling import LOWEST_LOGPROB
+from expertmesh_kernels.cpu.sampling import finite_rows as cpu_finite_rows
 from expertmesh_kernels.cpu.sampling import sample as cpu_sample
 from expertmesh_kernels.cpu.sampling import top_logprobs as cpu_top_logprobs
 from expertmesh_kernels.host import as_array, as_input
@@ -89,6 +90,17 @@ def top_logprobs(
     tokens = as_input(token_ids_S, np.int64)
     cpu_top_logprobs(as_array(_host(logits_SV)), tokens, chosen_S, ids_SN, logprobs_SN)
     return chosen_S, ids_SN, logprobs_SN
+
+
+def finite_rows(logits_SV: Tensor) -> NDArray[np.bool_]:
+    """Which rows are free of NaN and infinities, [S].
+
+    Args:
+        logits_SV: float32.
+    """
+    finite_S = np.empty(logits_SV.shape[0], np.bool_)
+    cpu_finite_rows(as_array(_host(logits_SV)), finite_S)
+    return finite_S
 
 
 def sample_reference(

@@ -1,253 +1,365 @@
-"""Paged attention. One chain per score and per output element, so neighbours cannot change a bit.
+"""Paged attention, shared out among the team.
 
-Scores are products of query rows with panels of 64 keys, and the weighted sum is a product of
-probabilities with panels of 64 value columns. Both run on the register tile of the linear layers,
-in FP32. With keys j ascending from the first one visible to the row's position:
+A row's keys are taken in parts of 512 by their position in the sequence, and within a part all at
+once. With keys j of a part ascending from the first one visible to the row's position:
 
-    score[j] = scale * (chain over d of fma(q[d], k[j, d], acc))
+    score[j] = scale * (q . k[j])
     score[j] = cap * tanh(score[j] / cap)                      with a softcap
-    p[j]     = exp(score[j] - max)                             max over scores, and the head's sink
-    out[d]   = (chain over j of fma(p[j], v[j, d], acc)) / sum
-    sum      = sum of p in the order of `lane_sum`             + exp(sink - max) with a sink
+    top      = max over the part's scores
+    p[j]     = exp(score[j] - top)
+    sum      = sum of p in the order of `lane_sum`
+    out[d]   = sum over j of p[j] v[j, d]
 
-Adjacent rows of one sequence (a prefill chunk) share the loads of keys and values.
+Parts are merged in ascending order, then the head's sink if there is one:
+
+    top'     = max(top, top of the part)
+    sum'     = sum * exp(top - top') + sum of the part * exp(top of the part - top'); likewise out
+
+and the result is out / sum. Parts belong to positions, so a row's bits depend neither on its
+neighbours nor on who computes which part. Products and p: see `expertmesh_kernels.cpu.scores`.
+
+Adjacent rows of one sequence (a prefill chunk) make a run and share the loads of keys and values.
+A chunk of work is one run and one key head; where that makes few chunks, a part of them.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.block import (
+    end_rows,
+    gather_row,
+    new_rows,
+    packed_depth,
+    panel_size,
+)
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.pages import Pages, load_keys, load_values
-from expertmesh_kernels.cpu.primitives import exp, narrow_like, tanh
-from expertmesh_kernels.cpu.storage import lane_max, lane_sum, widen_block
-from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
+from expertmesh_kernels.cpu.memory import array_at
+from expertmesh_kernels.cpu.pages import Pages, pages_of
+from expertmesh_kernels.cpu.panels import load_keys
+from expertmesh_kernels.cpu.primitives import exp, narrow_like
+from expertmesh_kernels.cpu.scores import (
+    PART,
+    Span,
+    run_queries,
+    score_panels,
+    to_weights,
+    weigh_part,
+)
+from expertmesh_kernels.cpu.team import parallel_for
+from expertmesh_kernels.cpu.tile import PANEL
 
-MAX_QUERIES = 24
-"""Query vectors (rows x heads of one group) that share loads; bounds the scratch."""
-MAX_LATENT_QUERIES = 96
-"""More where values must be transposed."""
+Arrays = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
+"""Queries, pool, output, form."""
+Where = tuple[
+    NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.float32]
+]
+"""Block tables, sequences and positions of rows, starts of runs, sinks."""
+
+_SPLIT_BELOW = 16
+"""So few chunks keep no team busy evenly: they are split into parts."""
+_KEY_BYTES = 64 * 1024
+"""Keys that are made ready before they are multiplied; they stay in L2."""
+
+
+class Scores(NamedTuple):
+    """What is done with scores."""
+
+    scale: np.float32
+    window: int
+    """Keys visible to a row, itself included."""
+    softcap: np.float32
+    """Bound, or 0."""
+
+
+class Shape(NamedTuple):
+    """Of queries and of the work."""
+
+    q_stride: int
+    num_heads: int
+    value_dim: int
+    num_parts: int
+    """Most parts of a run."""
+    is_split: bool
+    """A chunk is one part."""
+
+
+class Partial(NamedTuple):
+    """Outputs over some keys, not yet divided, of M query vectors."""
+
+    acc: NDArray[np.float32]
+    """Flat [column panels, M, 64]."""
+    tops_M: NDArray[np.float32]
+    sums_M: NDArray[np.float32]
+    """0: of no key."""
 
 
 @njit
 def paged_attention(
-    q: NDArray[np.generic],
+    q_address: int,
     q_stride: int,
-    pool: NDArray[np.generic],
-    pages: Pages,
+    out_address: int,
+    like: NDArray[np.generic],
+    form: NDArray[np.generic],
+    layer: NDArray[np.int64],
     block_tables_SB: NDArray[np.int32],
     sequence_of_row_T: NDArray[np.int32],
     positions_T: NDArray[np.int32],
+    num_heads: int,
+    value_dim: int,
     scale: np.float32,
     window: int,
     softcap: np.float32,
     sinks_n: NDArray[np.float32],
-    out_TnD: NDArray[np.generic],
 ) -> None:
     """Attention of every row over its sequence's keys up to its own position.
 
     Args:
-        q: Flat queries; row t starts at t * q_stride.
+        q_address: Of the queries; row t starts t * q_stride elements later.
         q_stride: Distance of two rows.
-        pool: Flat.
-        pages: Where the layer's keys and values are.
+        out_address: Of the output, contiguous [T, num_heads, value_dim].
+        like: An empty array of the stored type of queries, pages and output.
+        form: An empty array of the type of panels: float32, or uint32 for AMX.
+        layer: Where the layer's keys and values are: the fields of `Pages`.
         block_tables_SB: Blocks of each sequence in order.
         sequence_of_row_T: Row of `block_tables_SB`.
         positions_T: Position of each row; its own key is already written.
+        num_heads: Query heads.
+        value_dim: Dimensions of values.
         scale: Factor of the scores.
         window: Keys visible to a row, itself included.
         softcap: Bound of the scores, or 0.
         sinks_n: One logit per head, or empty.
-        out_TnD: Output, any stored type; D is the dimension of values.
     """
-    num_rows, num_heads, value_dim = out_TnD.shape
-    key_dim = pages.key_dim
+    pages = pages_of(layer)
+    num_rows = positions_T.size
     group = num_heads // pages.num_heads
-    max_queries = MAX_LATENT_QUERIES if pages.value_dim == 0 else MAX_QUERIES
-    max_rows = max(1, max_queries // group)
-    room = _scratch_keys(positions_T, window, max_rows)
-    num_panels = -(-value_dim // PANEL)
-    wide_q = np.empty(max_rows * group * key_dim, np.float32)
-    scores = np.empty(max_rows * group * room, np.float32)
-    sums = np.empty(max_rows * group, np.float32)
-    panel = np.zeros(max(key_dim, num_panels * PANEL) * PANEL, np.float32)
-    acc = np.empty(max(max_rows * group * num_panels, MAX_ROWS) * PANEL, np.float32)
-    t = 0
-    while t < num_rows:
-        rows = _run_length(sequence_of_row_T, positions_T, t, max_rows)
-        table = block_tables_SB[sequence_of_row_T[t]]
-        first = int(positions_T[t])
-        end = first + rows
-        origin = _first_panel(first, window)
-        num_queries = rows * group
-        for kv_head in range(pages.num_heads):
-            head = kv_head * group
-            for r in range(rows):
-                q_at = (t + r) * q_stride + head * key_dim
-                widen_block(q, q_at, 0, 1, group * key_dim, wide_q, r * group * key_dim, 0)
-            for begin in range(origin, end, PANEL):
-                load_keys(pool, pages, kv_head, table, begin, min(begin + PANEL, end), panel)
-                at = begin - origin
-                _score_panel(wide_q, num_queries, key_dim, panel, scale, acc, scores, at, room)
-            sinks = sinks_n[head : head + group]  # of no sinks: empty
-            _softmax(scores, room, sums[:num_queries], first, rows, window, softcap, sinks)
-            acc[: num_panels * num_queries * PANEL] = np.float32(0.0)
-            for begin in range(origin, end, PANEL):
-                stop = min(begin + PANEL, end)
-                load_values(pool, pages, kv_head, table, begin, stop, value_dim, panel)
-                _weigh_panel(
-                    scores, room, origin, begin, stop, first, rows, group, window,
-                    num_panels, panel, acc,
-                )  # fmt: skip
-            _store(acc, sums, rows, group, out_TnD, t, head)
-        t += rows
+    span = (num_rows - 1) * q_stride + num_heads * pages.key_dim if num_rows > 0 else 0
+    arrays = (
+        array_at(q_address, span, like),
+        array_at(pages.address, pages.size, like),
+        array_at(out_address, num_rows * num_heads * value_dim, like),
+        form,
+    )
+    max_rows = max(1, run_queries(form, pages.value_dim == 0) // group)
+    starts, num_runs, num_parts = _find_runs(sequence_of_row_T, positions_T, max_rows, window)
+    num_chunks = num_runs * pages.num_heads
+    is_split = num_parts > 1 and num_chunks < _SPLIT_BELOW
+    shape = Shape(q_stride, num_heads, value_dim, num_parts, is_split)
+    size = max_rows * group
+    partials = _new_partial(num_chunks * num_parts if is_split else 0, size, value_dim)
+    where = (block_tables_SB, sequence_of_row_T, positions_T, starts, sinks_n)
+    scores = Scores(scale, window, softcap)
+    arguments = (arrays, pages, where, scores, shape, size, partials)
+    parallel_for(_attend, arguments, num_chunks * num_parts if is_split else num_chunks)
+    if is_split:
+        parallel_for(_finish, arguments, num_chunks)
 
 
 @njit
-def _run_length(
-    sequence_of_row_T: NDArray[np.int32], positions_T: NDArray[np.int32], t: int, max_rows: int
-) -> int:
-    """How many rows from t on are successive positions of one sequence, at most `max_rows`."""
-    rows = 1
-    while (
-        rows < max_rows
-        and t + rows < positions_T.size
-        and sequence_of_row_T[t + rows] == sequence_of_row_T[t]
-        and positions_T[t + rows] == positions_T[t] + rows
-    ):
-        rows += 1
-    return rows
+def _find_runs(
+    sequence_of_row_T: NDArray[np.int32], positions_T: NDArray[np.int32], max_rows: int, window: int
+) -> tuple[NDArray[np.int64], int, int]:
+    """Where runs of successive positions of one sequence start, and the end of the last one.
 
-
-@njit
-def _scratch_keys(positions_T: NDArray[np.int32], window: int, max_rows: int) -> int:
-    """Keys of the longest visible range of a run, in whole panels plus one for alignment."""
-    longest = 0
-    for t in range(positions_T.size):
-        longest = max(longest, int(positions_T[t]) + 1)
-    longest = min(longest, int(window) + max_rows)
-    return (-(-longest // PANEL) + 1) * PANEL
-
-
-@njit
-def _first_panel(first: int, window: int) -> int:
-    """Key at which the panels of a run of rows start: a multiple of the panel size."""
-    return max(first + 1 - window, 0) // PANEL * PANEL
-
-
-@njit
-def _score_panel(
-    wide_q: NDArray[np.float32],
-    num_queries: int,
-    key_dim: int,
-    panel: NDArray[np.float32],
-    scale: np.float32,
-    acc: NDArray[np.float32],
-    scores: NDArray[np.float32],
-    first_score: int,
-    room: int,
-) -> None:
-    """scores[m * room + first_score + c] for 64 keys, some perhaps not for row m to see."""
-    for m in range(0, num_queries, MAX_ROWS):
-        tile = min(MAX_ROWS, num_queries - m)
-        acc[: tile * PANEL] = np.float32(0.0)
-        run_tile(tile, wide_q, m * key_dim, key_dim, panel, 0, key_dim, acc, 0)
-        for r in range(tile):
-            at = (m + r) * room + first_score
-            target = scores[at : at + PANEL]
-            source = acc[r * PANEL : (r + 1) * PANEL]
-            for c in range(PANEL):
-                target[c] = source[c] * scale
-
-
-@njit
-def _softmax(
-    scores: NDArray[np.float32],
-    room: int,
-    sums: NDArray[np.float32],
-    first: int,
-    rows: int,
-    window: int,
-    softcap: np.float32,
-    sinks: NDArray[np.float32],
-) -> None:
-    """Replace each visible score by exp(score - max), and keep the sums.
-
-    `sinks` are those of one group, or empty.
+    Also their number, and the most parts that one of them sees.
     """
-    origin = _first_panel(first, window)
-    group = sums.size // rows
-    for m in range(sums.size):
-        end = first + m // group + 1
-        start = max(end - window, 0)
-        visible = scores[m * room + start - origin : m * room + end - origin]
-        if softcap > 0:
-            _cap(visible, softcap)
-        top = lane_max(visible)
-        sink = sinks[m % group] if sinks.size > 0 else np.float32(-np.inf)
-        top = sink if sink > top else top
-        for j in range(visible.size):
-            visible[j] = exp(visible[j] - top)
-        sums[m] = lane_sum(visible) + exp(sink - top)
+    starts = np.empty(positions_T.size + 1, np.int64)
+    count, num_parts = 0, 1
+    for t in range(positions_T.size):
+        first = starts[count - 1] if count > 0 else 0
+        is_next = (
+            count > 0
+            and t - first < max_rows
+            and sequence_of_row_T[t] == sequence_of_row_T[first]
+            and positions_T[t] == positions_T[first] + (t - first)
+        )
+        if not is_next:
+            starts[count] = t
+            count += 1
+            first = t
+        low = max(positions_T[first] + 1 - window, 0) // PART
+        num_parts = max(num_parts, positions_T[t] // PART - low + 1)
+    starts[count] = positions_T.size
+    return starts, count, num_parts
 
 
 @njit
-def _cap(values: NDArray[np.float32], cap: np.float32) -> None:
-    for j in range(values.size):
-        values[j] = cap * tanh(values[j] / cap)
+def _new_partial(number: int, size: int, value_dim: int) -> Partial:
+    num_panels = -(-value_dim // PANEL)
+    acc = np.empty(number * num_panels * size * PANEL, np.float32)
+    tops = np.empty(number * size, np.float32)
+    return Partial(acc, tops, np.empty(number * size, np.float32))
 
 
 @njit
-def _weigh_panel(
-    scores: NDArray[np.float32],
-    room: int,
-    origin: int,
-    begin: int,
-    stop: int,
-    first: int,
-    rows: int,
-    group: int,
-    window: int,
-    num_panels: int,
-    panel: NDArray[np.float32],
-    acc: NDArray[np.float32],
+def _attend(
+    arrays: Arrays,
+    pages: Pages,
+    where: Where,
+    scores: Scores,
+    shape: Shape,
+    size: int,
+    partials: Partial,
+    chunk: int,
 ) -> None:
-    """Extend the chains acc[column panel, m, c] by the keys begin .. stop that each row sees."""
+    """One run with one key head: all of its parts, or one."""
+    q, pool, _out, form = arrays
+    tables_SB, sequence_of_row_T, positions_T, starts, _sinks_n = where
+    task = chunk // shape.num_parts if shape.is_split else chunk
+    run, head = task // pages.num_heads, task % pages.num_heads
+    t, rows = starts[run], starts[run + 1] - starts[run]
+    group = shape.num_heads // pages.num_heads
     num_queries = rows * group
-    # The last row starts latest and the first row ends first.
-    is_shared = begin >= max(first + rows - window, 0) and stop <= first + 1
-    runs = 1 if is_shared else rows
-    per_run = num_queries // runs
-    for run in range(runs):
-        low = begin if is_shared else max(begin, first + run + 1 - window)
-        high = stop if is_shared else min(stop, first + run + 1)
-        for p in range(num_panels if high > low else 0):
-            for m in range(run * per_run, (run + 1) * per_run, MAX_ROWS):
-                run_tile(
-                    min(MAX_ROWS, (run + 1) * per_run - m),
-                    scores, m * room + low - origin, room,
-                    panel, (p * PANEL + low - begin) * PANEL, high - low,
-                    acc, (p * num_queries + m) * PANEL,
-                )  # fmt: skip
+    first = int(positions_T[t])
+    end = first + rows
+    low = max(first + 1 - scores.window, 0)
+    first_part, end_part = low // PART, (end - 1) // PART + 1
+    if shape.is_split:
+        first_part += chunk % shape.num_parts
+        end_part = min(end_part, first_part + 1)
+    if first_part >= end_part:
+        return
+    depth = packed_depth(form, pages.key_dim)
+    queries = new_rows(form, num_queries * depth)
+    for m in range(num_queries):
+        at = (t + m // group) * shape.q_stride + (head * group + m % group) * pages.key_dim
+        gather_row(q[at : at + pages.key_dim], queries[m * depth : (m + 1) * depth])
+    room = min(PART, -(-end // PANEL) * PANEL - low // PANEL * PANEL)
+    panel_len = panel_size(form, depth)
+    at_once = max(1, min(PART // PANEL, _KEY_BYTES // (panel_len * form.itemsize)))
+    keys = np.empty(at_once * panel_len, form.dtype)
+    for i in range(keys.size if depth > pages.key_dim else 0):
+        keys[i] = 0
+    raw = np.empty(num_queries * room, np.float32)
+    weights = new_rows(form, num_queries * room)
+    total = _empty_partial(num_queries, shape.value_dim)
+    part = _empty_partial(num_queries, shape.value_dim)
+    table = tables_SB[sequence_of_row_T[t]]
+    for p in range(first_part, end_part):
+        begin = max(p * PART, low // PANEL * PANEL)
+        stop = min(p * PART + PART, end)
+        span = Span(first, group, begin, stop, scores.window)
+        for at in range(begin, stop, at_once * PANEL):
+            num_panels = min(at_once, -(-(stop - at) // PANEL))
+            for panel in range(num_panels):
+                key = at + panel * PANEL
+                target = keys[panel * panel_len : (panel + 1) * panel_len]
+                load_keys(pool, pages, head, table, key, min(key + PANEL, stop), target)
+            score_panels(
+                queries, num_queries, depth, keys, num_panels, scores.scale, raw, room, at - begin
+            )
+        to_weights(raw, weights, room, part.tops_M, part.sums_M, span, scores.softcap)
+        weigh_part(
+            weights, num_queries, room, form, pool, pages, head, table, span, shape.value_dim,
+            part.acc,
+        )  # fmt: skip
+        if shape.is_split:
+            _keep(part, partials, chunk, size, num_queries)
+        else:
+            _merge(total, part.acc, part.tops_M, part.sums_M)
+    end_rows(form)
+    if not shape.is_split:
+        _store(total, arrays, where, shape, t, head, group)
+
+
+@njit
+def _keep(part: Partial, partials: Partial, place: int, size: int, num_queries: int) -> None:
+    """What a chunk computed, to its place among all."""
+    for m in range(num_queries):
+        partials.tops_M[place * size + m] = part.tops_M[m]
+        partials.sums_M[place * size + m] = part.sums_M[m]
+    room = partials.acc.size // partials.tops_M.size * size
+    target = partials.acc[place * room : place * room + part.acc.size]
+    for i in range(target.size):
+        target[i] = part.acc[i]
+
+
+@njit
+def _finish(
+    arrays: Arrays,
+    pages: Pages,
+    where: Where,
+    scores: Scores,
+    shape: Shape,
+    size: int,
+    partials: Partial,
+    task: int,
+) -> None:
+    """Merge the parts of one run with one key head, and store the result."""
+    _tables_SB, _sequence_of_row_T, positions_T, starts, _sinks_n = where
+    run, head = task // pages.num_heads, task % pages.num_heads
+    t, rows = starts[run], starts[run + 1] - starts[run]
+    group = shape.num_heads // pages.num_heads
+    first = int(positions_T[t])
+    low = max(first + 1 - scores.window, 0)
+    total = _empty_partial(rows * group, shape.value_dim)
+    room = partials.acc.size // partials.tops_M.size * size
+    for p in range((first + rows - 1) // PART + 1 - low // PART):
+        place = task * shape.num_parts + p
+        _merge(
+            total,
+            partials.acc[place * room : place * room + total.acc.size],
+            partials.tops_M[place * size : place * size + rows * group],
+            partials.sums_M[place * size : place * size + rows * group],
+        )
+    _store(total, arrays, where, shape, t, head, group)
+
+
+@njit
+def _empty_partial(num_queries: int, value_dim: int) -> Partial:
+    """Of no keys."""
+    total = _new_partial(1, num_queries, value_dim)
+    for i in range(total.acc.size):
+        total.acc[i] = np.float32(0.0)
+    for m in range(num_queries):
+        total.tops_M[m] = np.float32(-np.inf)
+        total.sums_M[m] = np.float32(0.0)
+    return total
+
+
+@njit
+def _merge(
+    total: Partial,
+    acc: NDArray[np.float32],
+    tops_M: NDArray[np.float32],
+    sums_M: NDArray[np.float32],
+) -> None:
+    """Take in another part; a query that sees no key of it stays as it is."""
+    num_queries = tops_M.size
+    for m in range(num_queries):
+        if sums_M[m] == np.float32(0.0):
+            continue
+        top = max(total.tops_M[m], tops_M[m])
+        own, other = exp(total.tops_M[m] - top), exp(tops_M[m] - top)
+        total.tops_M[m] = top
+        total.sums_M[m] = total.sums_M[m] * own + sums_M[m] * other
+        for at in range(m * PANEL, acc.size, num_queries * PANEL):
+            target, source = total.acc[at : at + PANEL], acc[at : at + PANEL]
+            for c in range(PANEL):
+                target[c] = target[c] * own + source[c] * other
 
 
 @njit
 def _store(
-    acc: NDArray[np.float32],
-    sums: NDArray[np.float32],
-    rows: int,
-    group: int,
-    out_TnD: NDArray[np.generic],
-    t: int,
-    head: int,
+    total: Partial, arrays: Arrays, where: Where, shape: Shape, t: int, head: int, group: int
 ) -> None:
-    """out = acc / sum, rounded once."""
-    value_dim = out_TnD.shape[2]
-    for m in range(rows * group):
-        target = out_TnD[t + m // group, head + m % group]
-        total = sums[m]
+    """out = acc / sum with the sink in it, rounded once."""
+    out, sinks_n, value_dim = arrays[2], where[4], shape.value_dim
+    num_queries = total.tops_M.size
+    for m in range(num_queries):
+        own_head = head * group + m % group
+        top = total.tops_M[m]
+        sink = sinks_n[own_head] if sinks_n.size > 0 else np.float32(-np.inf)
+        highest = sink if sink > top else top
+        factor = exp(top - highest)
+        divisor = total.sums_M[m] * factor + exp(sink - highest)
+        row = ((t + m // group) * shape.num_heads + own_head) * value_dim
+        target = out[row : row + value_dim]
         for column in range(0, value_dim, PANEL):
-            at = (column // PANEL * rows * group + m) * PANEL
+            at = (column // PANEL * num_queries + m) * PANEL
             for c in range(min(PANEL, value_dim - column)):
-                target[column + c] = narrow_like(acc[at + c] / total, out_TnD)
+                target[column + c] = narrow_like(total.acc[at + c] * factor / divisor, out)

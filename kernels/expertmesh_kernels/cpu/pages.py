@@ -15,14 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.primitives import widen
-from expertmesh_kernels.cpu.storage import widen_block
-from expertmesh_kernels.cpu.tile import PANEL, transpose_strip
+from expertmesh_kernels.cpu.memory import array_at
 
 
 class Pages(NamedTuple):
     """Where a layer's keys and values lie; all distances in elements."""
 
+    address: int
+    """Of the pool."""
+    size: int
+    """Of the pool."""
     block_stride: int
     """From block to block."""
     keys_at: int
@@ -37,132 +39,76 @@ class Pages(NamedTuple):
 
 
 @njit
+def pages_of(layer: NDArray[np.int64]) -> Pages:
+    """From an array of the fields: one argument instead of nine."""
+    return Pages(
+        layer[0], layer[1], layer[2], layer[3], layer[4], layer[5], layer[6], layer[7], layer[8]
+    )
+
+
+@njit
 def write_kv(
-    k: NDArray[np.generic],
+    k_address: int,
     k_stride: int,
-    v: NDArray[np.generic],
+    v_address: int,
     v_stride: int,
-    pool: NDArray[np.generic],
-    pages: Pages,
+    layer: NDArray[np.int64],
+    like: NDArray[np.generic],
     slots_T: NDArray[np.int64],
 ) -> None:
     """Store keys and values of new tokens.
 
     Args:
-        k: Flat keys; row t starts at t * k_stride. Likewise v, which is not read for a latent.
+        k_address: Of the keys; row t starts t * k_stride elements later. Likewise v, which is not
+            read for a latent.
         k_stride: Distance of two rows.
-        v: Flat values.
+        v_address: Of the values.
         v_stride: Distance of two rows.
-        pool: Flat.
-        pages: Where in the pool.
+        layer: The fields of `Pages`.
+        like: An empty array of the stored type.
         slots_T: block * block_size + offset for each row.
     """
-    size = pages.block_size
+    pages = pages_of(layer)
+    pool = array_at(pages.address, pages.size, like)
+    k_width, v_width = pages.num_heads * pages.key_dim, pages.num_heads * pages.value_dim
+    last = slots_T.size - 1
+    k = array_at(k_address, last * k_stride + k_width if last >= 0 else 0, like)
+    v = array_at(v_address, last * v_stride + v_width if last >= 0 else 0, like)
     for t in range(slots_T.size):
-        block = slots_T[t] // size
-        offset = slots_T[t] - block * size
-        for head in range(pages.num_heads):
-            k_row = k[t * k_stride + head * pages.key_dim :]
-            k_at = _keys_of(pages, block, head) + offset
-            for d in range(pages.key_dim):
-                pool[k_at + d * size] = k_row[d]
-            v_row = v[t * v_stride + head * pages.value_dim :]
-            v_at = _values_of(pages, block, head) + offset * pages.value_dim
-            for d in range(pages.value_dim):
-                pool[v_at + d] = v_row[d]
+        write_row(k, t * k_stride, v, t * v_stride, pool, pages, slots_T[t])
 
 
 @njit
-def _keys_of(pages: Pages, block: int, head: int) -> int:
+def write_row(
+    k: NDArray[np.generic],
+    k_at: int,
+    v: NDArray[np.generic],
+    v_at: int,
+    pool: NDArray[np.generic],
+    pages: Pages,
+    slot: int,
+) -> None:
+    """One token's keys and values."""
+    size = pages.block_size
+    block = slot // size
+    offset = slot - block * size
+    for head in range(pages.num_heads):
+        k_row = k[k_at + head * pages.key_dim : k_at + (head + 1) * pages.key_dim]
+        keys = pool[keys_of(pages, block, head) + offset :]
+        for d in range(pages.key_dim):
+            keys[d * size] = k_row[d]
+        v_row = v[v_at + head * pages.value_dim : v_at + (head + 1) * pages.value_dim]
+        values = pool[values_of(pages, block, head) + offset * pages.value_dim :]
+        for d in range(pages.value_dim):
+            values[d] = v_row[d]
+
+
+@njit
+def keys_of(pages: Pages, block: int, head: int) -> int:
     """Where the keys of a head start: dimension 0 of the block's first token."""
     return block * pages.block_stride + pages.keys_at + head * pages.key_dim * pages.block_size
 
 
 @njit
-def _values_of(pages: Pages, block: int, head: int) -> int:
+def values_of(pages: Pages, block: int, head: int) -> int:
     return block * pages.block_stride + pages.values_at + head * pages.value_dim * pages.block_size
-
-
-@njit
-def load_keys(
-    pool: NDArray[np.generic],
-    pages: Pages,
-    head: int,
-    table: NDArray[np.int32],
-    begin: int,
-    end: int,
-    panel: NDArray[np.float32],
-) -> None:
-    """panel[d * 64 + j - begin] = k[j, d]; lanes from `end` on may hold anything."""
-    size = pages.block_size
-    j = begin
-    while j < end:
-        index = j // size
-        offset = j - index * size
-        count = min(size - offset, begin + PANEL - j)  # past `end`, not past the block
-        at = _keys_of(pages, int(table[index]), head) + offset
-        widen_block(pool, at, size, pages.key_dim, count, panel, j - begin, PANEL)
-        j += count
-
-
-@njit
-def load_values(
-    pool: NDArray[np.generic],
-    pages: Pages,
-    head: int,
-    table: NDArray[np.int32],
-    begin: int,
-    end: int,
-    value_dim: int,
-    panel: NDArray[np.float32],
-) -> None:
-    """panel[(p * 64 + j - begin) * 64 + c] = v[j, 64 p + c] for begin <= j < end."""
-    size = pages.block_size
-    j = begin
-    while j < end:
-        index = j // size
-        offset = j - index * size
-        count = min(size - offset, end - j)
-        block = int(table[index])
-        if pages.value_dim == 0:
-            keys_at = _keys_of(pages, block, head) + offset
-            _load_latent(pool, keys_at, size, count, size - offset, value_dim, panel, j - begin)
-        else:
-            values_at = _values_of(pages, block, head) + offset * value_dim
-            for column in range(0, value_dim, PANEL):
-                width = min(PANEL, value_dim - column)
-                panel_at = (column + j - begin) * PANEL
-                widen_block(
-                    pool, values_at + column, value_dim, count, width, panel, panel_at, PANEL
-                )
-        j += count
-
-
-@njit
-def _load_latent(
-    pool: NDArray[np.generic],
-    at: int,
-    stride: int,
-    count: int,
-    limit: int,
-    value_dim: int,
-    panel: NDArray[np.float32],
-    first: int,
-) -> None:
-    """Values of tokens out of their transposed keys, to rows first, first + 1, ... of the panels.
-
-    16 tokens and dimensions at a time as long as they are in the block, which has `limit` tokens
-    from here on; rows after the first `count` may hold anything.
-    """
-    for strip in range(0, count, 16):
-        row = first + strip
-        is_whole = strip + 16 <= limit and row + 16 <= PANEL
-        whole = value_dim - value_dim % 16 if is_whole else 0
-        for d in range(0, whole, 16):
-            panel_at = (d // PANEL * PANEL + row) * PANEL + d % PANEL
-            transpose_strip(pool, at + d * stride + strip, stride, panel, panel_at, PANEL)
-        for d in range(whole, value_dim):
-            source = pool[at + d * stride + strip : at + d * stride + min(strip + 16, count)]
-            target = panel[(d // PANEL * PANEL + row) * PANEL + d % PANEL :]
-            for i in range(source.size):
-                target[i * PANEL] = widen(source[i])

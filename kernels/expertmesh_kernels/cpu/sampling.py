@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import exp, float_bits, float_from_bits, log
 from expertmesh_kernels.cpu.storage import lane_max
+from expertmesh_kernels.cpu.team import parallel_for
 
 LOWEST_LOGPROB = np.float32(-9999.0)
 """Stands for minus infinity, which JSON cannot carry."""
@@ -15,6 +16,9 @@ LOWEST_LOGPROB = np.float32(-9999.0)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ONE_BITS = 0x3F800000
 _SUM_LANES = 16
+_RACE_BLOCK = 1024
+_ROUNDING = 1e-12
+"""More than what `log` and the margin are off by, less than what matters."""
 
 
 @njit
@@ -28,32 +32,60 @@ def sample(
     positions_S: NDArray[np.int64],
     tokens_S: NDArray[np.int64],
 ) -> None:
-    """One token per row; `expertmesh_kernels.sampling` says how."""
-    vocab_size = logits_SV.shape[1]
-    weights = np.empty(vocab_size, np.float32)
-    candidates = np.empty(vocab_size, np.float32)
-    costs = np.empty(vocab_size, np.float64)
-    indices = np.empty(vocab_size, np.int64)
-    for s in range(logits_SV.shape[0]):
-        logits = logits_SV[s]
-        top = lane_max(logits)
-        temperature = temperature_S[s]
-        if not temperature > np.float32(0.0) or not np.isfinite(top):
-            tokens_S[s] = _first_at(logits, top) if top > np.float32(-np.inf) else 0
-            continue
-        _weights(logits, top, temperature, weights)
-        if min_p_S[s] > np.float32(0.0):
-            _keep_min_p(weights, min(min_p_S[s], np.float32(1.0)))
-        if 0 < top_k_S[s] < vocab_size:
-            _keep_top_k(weights, top_k_S[s])
-        if top_p_S[s] < np.float32(1.0):
-            _keep_top_p(weights, top_p_S[s], candidates)
-        key = _mix(_mix(seeds_S[s] + _GOLDEN) ^ np.uint64(positions_S[s]))
-        num_left = _find_positive(weights, indices)
-        if num_left < vocab_size // 4:
-            tokens_S[s] = _race_of_few(weights, indices[:num_left], key)
-        else:
-            tokens_S[s] = _race(weights, key, costs)
+    """One token per row; `expertmesh_kernels.sampling` says how. Rows are shared out."""
+    settings = (temperature_S, min_p_S, top_p_S, top_k_S)
+    arguments = (logits_SV, settings, seeds_S, positions_S, tokens_S)
+    parallel_for(_sample_row, arguments, tokens_S.size)
+
+
+@njit
+def _sample_row(
+    logits_SV: NDArray[np.float32],
+    settings: tuple[
+        NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]
+    ],
+    seeds_S: NDArray[np.uint64],
+    positions_S: NDArray[np.int64],
+    tokens_S: NDArray[np.int64],
+    s: int,
+) -> None:
+    temperature_S, min_p_S, top_p_S, top_k_S = settings
+    logits = logits_SV[s]
+    top = lane_max(logits)
+    temperature = temperature_S[s]
+    if not temperature > np.float32(0.0) or not np.isfinite(top):
+        tokens_S[s] = _first_at(logits, top) if top > np.float32(-np.inf) else 0
+        return
+    weights = np.empty(logits.size, np.float32)
+    _weights(logits, top, temperature, weights)
+    if min_p_S[s] > np.float32(0.0):
+        _keep_min_p(weights, min(min_p_S[s], np.float32(1.0)))
+    if 0 < top_k_S[s] < logits.size:
+        _keep_top_k(weights, top_k_S[s])
+    if top_p_S[s] < np.float32(1.0):
+        _keep_top_p(weights, top_p_S[s])
+    key = _mix(_mix(seeds_S[s] + _GOLDEN) ^ np.uint64(positions_S[s]))
+    indices = np.empty(logits.size, np.int64)
+    num_left = _find_positive(weights, indices)
+    if num_left < logits.size // 4:
+        tokens_S[s] = _race_of_few(weights, indices[:num_left], key)
+    else:
+        tokens_S[s] = _race(weights, key)
+
+
+@njit
+def finite_rows(logits_SV: NDArray[np.float32], finite_S: NDArray[np.bool_]) -> None:
+    """Which rows are free of NaN and infinities."""
+    parallel_for(_finite_row, (logits_SV, finite_S), finite_S.size)
+
+
+@njit
+def _finite_row(logits_SV: NDArray[np.float32], finite_S: NDArray[np.bool_], s: int) -> None:
+    largest = np.int32(0)
+    logits = logits_SV[s]
+    for i in range(logits.size):
+        largest = max(largest, float_bits(logits[i]) & np.int32(0x7FFFFFFF))
+    finite_S[s] = largest < np.int32(0x7F800000)
 
 
 @njit
@@ -123,9 +155,7 @@ def _keep_top_k(weights: NDArray[np.float32], k: int) -> None:
 
 
 @njit
-def _keep_top_p(
-    weights: NDArray[np.float32], top_p: np.float32, candidates: NDArray[np.float32]
-) -> None:
+def _keep_top_p(weights: NDArray[np.float32], top_p: np.float32) -> None:
     """Zero all but the fewest largest weights that reach top_p of the total, ties to low ids.
 
     Weights below (1 - top_p) / V of the total can't be among them, even all together, so the
@@ -133,6 +163,7 @@ def _keep_top_p(
     """
     share = max(np.float64(top_p), 0.0)
     total = _sum_from(weights, 0)
+    candidates = np.empty(weights.size, np.float32)
     rest = candidates[: _collect(weights, (1.0 - share) * total / weights.size, candidates)]
     target = share * total
     low, high = 0, _ONE_BITS + 1
@@ -210,17 +241,24 @@ def _find_positive(weights: NDArray[np.float32], indices: NDArray[np.int64]) -> 
 
 
 @njit
-def _race(weights: NDArray[np.float32], key: np.uint64, costs: NDArray[np.float64]) -> int:
-    """The token with the least -log(u) / weight: Gumbel-max in exponentials."""
-    best = np.float64(np.inf)
-    for i in range(costs.size):
-        costs[i] = _cost(weights[i], key, i)
-    for i in range(costs.size):
-        best = min(best, costs[i])
-    for i in range(costs.size):
-        if costs[i] == best:
-            return i
-    return 0
+def _race(weights: NDArray[np.float32], key: np.uint64) -> int:
+    """The token with the least -log(u) / weight, the first one of several: Gumbel-max.
+
+    -log(u) is at least 1 - u, so most tokens are out of it without a logarithm.
+    """
+    winner = _first_at(weights, np.float32(1.0))  # the largest
+    best = _cost(weights[winner], key, winner)
+    margins = np.empty(_RACE_BLOCK, np.float64)
+    for begin in range(0, weights.size, _RACE_BLOCK):
+        block = weights[begin : begin + _RACE_BLOCK]
+        for i in range(block.size):
+            margins[i] = 1.0 - _uniform(key, begin + i) - best * np.float64(block[i])
+        for i in range(block.size):
+            if margins[i] < _ROUNDING:
+                cost = _cost(block[i], key, begin + i)
+                if cost < best or (cost == best and begin + i < winner):
+                    best, winner = cost, begin + i
+    return winner
 
 
 @njit
@@ -236,9 +274,13 @@ def _race_of_few(weights: NDArray[np.float32], indices: NDArray[np.int64], key: 
 
 @njit
 def _cost(weight: np.float32, key: np.uint64, token: int) -> float:
+    return float(-log(_uniform(key, token)) / np.float64(weight))
+
+
+@njit
+def _uniform(key: np.uint64, token: int) -> float:
     bits = _mix(key + np.uint64(token) * _GOLDEN)
-    uniform = (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
-    return float(-log(uniform) / np.float64(weight))
+    return float((np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53)
 
 
 @njit

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh_kernels.sampling import (
+    finite_rows,
     sample,
     sample_reference,
     top_logprobs,
@@ -173,3 +174,13 @@ def test_bad_arguments_are_named() -> None:
         top_logprobs(torch.zeros(1, 3), np.zeros(1, np.int64), 4)
     with pytest.raises(ValueError, match=r"expected float32 \[S, V\]"):
         draw(torch.zeros(1, 3).bfloat16())
+
+
+def test_rows_with_anything_that_is_not_finite_are_found() -> None:
+    """Wherever it is; large values and sums that overflow are finite."""
+    logits = make_logits(8, 333)
+    logits[1, 332], logits[3, 0], logits[5, 100] = torch.nan, torch.inf, -torch.inf
+    logits[6] = torch.finfo(torch.float32).max
+    expected = torch.isfinite(logits).all(dim=1).numpy()
+    assert finite_rows(logits).tolist() == expected.tolist()
+    assert expected.sum() == 5
