@@ -30,6 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.block import (
+    begin_rows,
+    block_rows,
     end_rows,
     gather_row,
     new_rows,
@@ -61,8 +63,7 @@ Where = tuple[
 
 _SPLIT_BELOW = 16
 """So few chunks keep no team busy evenly: they are split into parts."""
-_KEY_BYTES = 64 * 1024
-"""Keys that are made ready before they are multiplied; they stay in L2."""
+_FEW_KEY_BYTES, _MANY_KEY_BYTES = 16 * 1024, 64 * 1024
 
 
 class Scores(NamedTuple):
@@ -230,7 +231,7 @@ def _attend(
         gather_row(q[at : at + pages.key_dim], queries[m * depth : (m + 1) * depth])
     room = min(PART, -(-end // PANEL) * PANEL - low // PANEL * PANEL)
     panel_len = panel_size(form, depth)
-    at_once = max(1, min(PART // PANEL, _KEY_BYTES // (panel_len * form.itemsize)))
+    at_once = _panels_at_once(num_queries, panel_len * form.itemsize)
     keys = np.empty(at_once * panel_len, form.dtype)
     for i in range(keys.size if depth > pages.key_dim else 0):
         keys[i] = 0
@@ -239,6 +240,7 @@ def _attend(
     total = _empty_partial(num_queries, shape.value_dim)
     part = _empty_partial(num_queries, shape.value_dim)
     table = tables_SB[sequence_of_row_T[t]]
+    begin_rows(form, min(num_queries, block_rows(form)))
     for p in range(first_part, end_part):
         begin = max(p * PART, low // PANEL * PANEL)
         stop = min(p * PART + PART, end)
@@ -264,6 +266,13 @@ def _attend(
     end_rows(form)
     if not shape.is_split:
         _store(total, arrays, where, shape, t, head, group)
+
+
+@njit
+def _panels_at_once(num_queries: int, panel_bytes: int) -> int:
+    """Of keys, made ready before they are multiplied: in L1, or in L2 for several row blocks."""
+    budget = _FEW_KEY_BYTES if num_queries <= 32 else _MANY_KEY_BYTES
+    return max(1, min(PART // PANEL, budget // panel_bytes))
 
 
 @njit

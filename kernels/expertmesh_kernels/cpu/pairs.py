@@ -14,8 +14,8 @@ from expertmesh_kernels.cpu.jit import intrinsic
 cgutils: Any = untyped_cgutils
 
 _LANES = 16
-_PAIRS = ir.VectorType(ir.IntType(32), _LANES)
 _HALVES = ir.VectorType(ir.IntType(16), _LANES)
+_MASK = ir.VectorType(ir.IntType(32), 2 * _LANES)
 
 
 def _pair_typing(_context: Any, stored: Any, _1: Any, _2: Any, _3: Any, pairs: Any, _5: Any) -> Any:
@@ -23,16 +23,16 @@ def _pair_typing(_context: Any, stored: Any, _1: Any, _2: Any, _3: Any, pairs: A
         stored_type, pairs_type = signature.args[0], signature.args[4]
         source = _at(context, builder, stored_type, args[0], args[1])
         target = _at(context, builder, pairs_type, args[4], args[5])
-        shift = ir.Constant(_PAIRS, [16] * _LANES)
+        mask = ir.Constant(_MASK, [half * _LANES + i for i in range(_LANES) for half in (0, 1)])
         with cgutils.for_range(builder, args[3]) as loop:
             row = builder.gep(
                 source, [builder.mul(loop.index, builder.shl(args[2], args[2].type(1)))]
             )
-            low = _load_bits(builder, row)
-            high = _load_bits(builder, builder.gep(row, [args[2]]))
+            low = _load_halves(builder, row)
+            high = _load_halves(builder, builder.gep(row, [args[2]]))
             place = builder.gep(target, [builder.mul(loop.index, loop.index.type(_LANES))])
-            both = builder.or_(low, builder.shl(high, shift))
-            builder.store(both, builder.bitcast(place, _PAIRS.as_pointer()), align=4)
+            both = builder.shuffle_vector(low, high, mask)
+            builder.store(both, builder.bitcast(place, both.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
     at = types.intp
@@ -44,10 +44,9 @@ def _at(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [at])
 
 
-def _load_bits(builder: Any, row: Any) -> Any:
-    """16 elements as bits of bfloat16, in the low halves of 16 words."""
-    values = builder.load(builder.bitcast(row, _HALVES.as_pointer()), align=2)
-    return builder.zext(values, _PAIRS)
+def _load_halves(builder: Any, row: Any) -> Any:
+    """16 elements as bits of bfloat16."""
+    return builder.load(builder.bitcast(row, _HALVES.as_pointer()), align=2)
 
 
 pair_strip = cast(Callable[..., None], intrinsic(_pair_typing))

@@ -211,33 +211,30 @@ def _pair_values(
     panel: NDArray[np.uint32],
 ) -> None:
     size, (first, last) = pages.block_size, columns
-    end = begin + -(-(visible[1] - begin) // STEP) * STEP
-    j = begin
+    j, end = visible
+    _zero_steps(panel, 0, -(-(j - begin) // STEP))
+    _zero_steps(panel, (end - begin) // STEP, -(-(end - begin) // STEP))
     while j < end:
-        if j < visible[0] or j >= visible[1]:
-            _put_zeros(j - begin, panel)
-            j += 1
-            continue
         index = j // size
         offset = j - index * size
         block = int(table[index])
         k = j - begin
-        most = min(size - offset, visible[1] - j, STEP - k % STEP)
-        pairs = most // 2 if k % 2 == 0 else 0
+        pairs = min(size - offset, end - j, STEP - k % STEP) // 2 if k % 2 == 0 else 0
+        rows = max(2 * pairs, 1)
         if pages.value_dim == 0:
             at = keys_of(pages, block, head) + first * size + offset
-            _pair_latent(pool, at, size, max(2 * pairs, 1), last - first, panel, k)
+            _pair_latent(pool, at, size, rows, last - first, panel, k)
         else:
             at = values_of(pages, block, head) + offset * pages.value_dim + first
-            _pair_rows(pool, at, pages.value_dim, max(2 * pairs, 1), last - first, panel, k)
-        j += max(2 * pairs, 1)
+            _pair_rows(pool, at, pages.value_dim, rows, last - first, panel, k)
+        j += rows
 
 
 @njit
-def _put_zeros(k: int, panel: NDArray[np.uint32]) -> None:
-    halves = panel.view(np.uint16)
-    for column in range(PANEL):
-        halves[_place(k, column) * 2 + k % 2] = 0
+def _zero_steps(panel: NDArray[np.uint32], first: int, last: int) -> None:
+    target = panel[first * _STEP_PAIRS : last * _STEP_PAIRS]
+    for i in range(target.size):
+        target[i] = 0
 
 
 @njit

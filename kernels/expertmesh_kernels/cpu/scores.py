@@ -68,7 +68,8 @@ def score_panels(
     acc = np.empty(min(most, num_queries) * PANEL, np.float32)
     for m in range(0, num_queries, most):
         rows = min(most, num_queries - m)
-        begin_rows(keys, rows)
+        if num_queries > most:  # else the only block is begun already
+            begin_rows(keys, rows)
         for panel in range(num_panels):
             multiply(queries, m * depth, depth, rows, keys, panel, depth, acc)
             for r in range(rows):
@@ -265,6 +266,7 @@ def _weigh_tiles(
         load_values(pool, pages, head, table, span.begin, (start, span.stop), columns, values)
         for m in range(0, num_queries, most):
             rows = min(most, num_queries - m)
-            begin_rows(form, rows)
+            if num_queries > most:
+                begin_rows(form, rows)
             target = acc[column * num_queries + m * PANEL :]
             multiply(weights, m * room, room, rows, values, 0, depth, target)
