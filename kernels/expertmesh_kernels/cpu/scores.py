@@ -18,7 +18,7 @@ from expertmesh_kernels.cpu.block import begin_rows, block_rows, multiply, panel
 from expertmesh_kernels.cpu.jit import chosen_by_types, njit
 from expertmesh_kernels.cpu.pages import Pages
 from expertmesh_kernels.cpu.panels import STEP, load_values
-from expertmesh_kernels.cpu.primitives import exp, tanh
+from expertmesh_kernels.cpu.primitives import exp, float_bits, tanh
 from expertmesh_kernels.cpu.softmax import soften
 from expertmesh_kernels.cpu.storage import lane_max, lane_sum
 from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
@@ -270,3 +270,21 @@ def _weigh_tiles(
                 begin_rows(form, rows)
             target = acc[column * num_queries + m * PANEL :]
             multiply(weights, m * room, room, rows, values, 0, depth, target)
+        for m in range(num_queries if num_queries > span.group else 0):
+            at = column * num_queries + m * PANEL
+            low, high = visible_keys(span, m // span.group)
+            if low < high and not _is_finite(acc[at : at + PANEL]):
+                load_values(pool, pages, head, table, span.begin, (low, high), columns, values)
+                own_depth = -(-(high - span.begin) // STEP) * STEP
+                begin_rows(form, 1)
+                multiply(weights, m * room, room, 1, values, 0, own_depth, acc[at:])
+                begin_rows(form, min(most, num_queries))
+
+
+@njit
+def _is_finite(values: NDArray[np.float32]) -> bool:
+    """Neither NaN nor infinite; those of later rows reach a row as 0 times NaN."""
+    largest = np.int32(0)
+    for i in range(values.size):
+        largest = max(largest, float_bits(values[i]) & np.int32(0x7FFFFFFF))
+    return bool(largest < np.int32(0x7F800000))

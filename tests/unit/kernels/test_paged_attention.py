@@ -206,13 +206,14 @@ def test_a_large_sink_takes_all_the_weight() -> None:
     assert torch.equal(case.run(rows), before)
 
 
-def test_a_later_key_that_is_nan_does_not_reach_earlier_rows() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_later_key_that_is_nan_does_not_reach_earlier_rows(dtype: torch.dtype) -> None:
     """Rows that share loads with a poisoned later position keep their bits."""
-    case = make_case("64", torch.float32)
+    case = make_case("64", dtype)
     rows = np.arange(60, 70)
     before = case.run(rows)
     slot = int(case.tables[0, 69 // 16]) * 16 + 69 % 16
-    poison = torch.full((1, 3, 64), torch.nan)
+    poison = torch.full((1, 3, 64), torch.nan, dtype=dtype)
     write_kv(poison, poison, case.cache, np.array([slot]))
     after = case.run(rows)
     assert torch.equal(before[:9], after[:9])
