@@ -10,24 +10,21 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from attention_worker.expert_routes import Routes
 from attention_worker.expert_stream import DEFAULT_ROW_CREDITS, ExpertStream
 from attention_worker.outcomes import Waiting
 from attention_worker.remote_call import Batch, RemoteCall
-from expert_worker.backend import ExpertBackend
+from expert_worker.store import ExpertStore
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.wire import WireDtype, fingerprint64, incarnation, max_message_bytes
 from expertmesh.wire_encode import CallId
-from expertmesh_kernels.combine import combine
+from expertmesh_kernels.grouped_mlp import combined_mlp
 from expertmesh_kernels.router import Routing
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -96,11 +93,13 @@ class LocalExperts:
     """Experts in this process: the colocated mode, and what the remote one must equal bit by bit.
 
     Args:
-        backend: Holds all experts.
+        store: Holds all experts.
     """
 
-    def __init__(self, backend: ExpertBackend) -> None:
-        self._backend = backend
+    def __init__(self, store: ExpertStore) -> None:
+        self._store = store
+        config = store.config
+        self._activations = {layer: config.moe_ffn(layer).activation for layer in config.moe_layers}
 
     def begin_step(self, step: int) -> None:
         """Nothing to pin: the experts are here."""
@@ -114,19 +113,11 @@ class LocalExperts:
         deadline_s: float,
     ) -> Pending:
         """Computes at once; see ExpertClient."""
-        row_of_pair_N = _rows_of_pairs(*routing.topk_ids_TK.shape)
-        expert_of_pair_N = routing.topk_ids_TK.reshape(-1).astype(np.int64)
-        outputs = self._backend.run(layer, h_TH, row_of_pair_N, expert_of_pair_N)
-        return Finished(combine(outputs.outputs_NH, routing.topk_weights_TK))
+        with self._store.lease(layer) as experts:
+            return Finished(combined_mlp(h_TH, routing, experts, self._activations[layer]))
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-@lru_cache(maxsize=64)
-def _rows_of_pairs(num_rows: int, top_k: int) -> npt.NDArray[np.int64]:
-    """Row of each pair if all rows have `top_k` experts; kept, as a step asks in every layer."""
-    return np.repeat(np.arange(num_rows, dtype=np.int64), top_k)
 
 
 class RemoteExperts:

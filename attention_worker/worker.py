@@ -23,7 +23,6 @@ from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.server import AttentionServer, AttentionServicer
 from attention_worker.warm_up import warm_up
-from expert_worker.backend import ExpertBackend
 from expert_worker.store import ExpertStore
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.checkpoint import Checkpoint
@@ -130,7 +129,7 @@ def _experts(
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
-    return LocalExperts(ExpertBackend(store)), NoMapUser()
+    return LocalExperts(store), NoMapUser()
 
 
 def _wire_dtype(settings: AttentionWorkerSettings, dtype: DtypeName) -> WireDtype:

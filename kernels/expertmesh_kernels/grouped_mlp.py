@@ -18,6 +18,7 @@ from torch import Tensor
 
 from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import cpu_arguments, gated_activation_reference
+from expertmesh_kernels.combine import combine
 from expertmesh_kernels.cpu.mlp import (
     DOWN,
     DOWN_BIAS,
@@ -25,9 +26,11 @@ from expertmesh_kernels.cpu.mlp import (
     GATE_UP_BIAS,
     NUM_PARTS,
 )
+from expertmesh_kernels.cpu.mlp import combined_mlp as cpu_combined_mlp
 from expertmesh_kernels.cpu.mlp import grouped_mlp as cpu_grouped_mlp
 from expertmesh_kernels.host import LIKE, as_input
 from expertmesh_kernels.linear import Format, PackedLinear, linear_reference, pack_linear
+from expertmesh_kernels.router import Routing
 
 if TYPE_CHECKING:
     from expertmesh_kernels.triton.grouped_mlp import MlpTables
@@ -185,6 +188,40 @@ def grouped_mlp(
     if wrong_pair >= 0:
         raise KeyError(f"expert {expert_of_pair_N[wrong_pair]} is not in the table")
     return out_NH
+
+
+def combined_mlp(
+    h_TH: Tensor, routing: Routing, experts: ExpertTable, activation: Activation
+) -> Tensor:
+    """The weighted sum over each row's experts, [T, H]: `grouped_mlp` and `combine` in one.
+
+    Args:
+        h_TH: Hidden states.
+        routing: Experts and weights of each row.
+        experts: Weights.
+        activation: See `gated_activation`.
+
+    Raises:
+        KeyError: An expert is not in the table.
+    """
+    num_rows, top_k = routing.topk_ids_TK.shape
+    if h_TH.device.type != "cpu" or not num_rows:
+        rows_N = np.repeat(np.arange(num_rows), top_k)
+        experts_N = routing.topk_ids_TK.reshape(-1).astype(np.int64)
+        outputs_SH = grouped_mlp(h_TH, rows_N, experts_N, experts, activation)
+        return combine(outputs_SH, routing.topk_weights_TK)
+    weights = experts.any_expert
+    _check(h_TH, weights)
+    h_TH = h_TH.contiguous()
+    out_TH = torch.empty_like(h_TH)
+    wrong_pair = cpu_combined_mlp(
+        h_TH.data_ptr(), (num_rows, h_TH.shape[1]), LIKE[h_TH.dtype], routing.topk_ids_TK,
+        routing.topk_weights_TK, experts.addresses_EA, experts.like, weights.down.in_features,
+        *cpu_arguments(activation), out_TH.data_ptr(),
+    )  # fmt: skip
+    if wrong_pair >= 0:
+        raise KeyError(f"expert {routing.topk_ids_TK.flat[wrong_pair]} is not in the table")
+    return out_TH
 
 
 def _check(x_RH: Tensor, weights: ExpertWeights) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attention_worker.experts import ExpertClient, LocalExperts, Pending, RemoteExperts
-from expert_worker.backend import ExpertBackend
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.model_config import DtypeName
 from expertmesh.placement import ExpertWorkerEntry
@@ -67,7 +66,7 @@ def to_expert(expert: int, num_rows: int = 1) -> Work:
 
 def local(checkpoint: Checkpoint, dtype: DtypeName = "float32") -> LocalExperts:
     """All experts in this process."""
-    return LocalExperts(ExpertBackend(loaded_store(checkpoint, dtype)))
+    return LocalExperts(loaded_store(checkpoint, dtype))
 
 
 @contextmanager

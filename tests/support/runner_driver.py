@@ -27,7 +27,6 @@ from attention_worker.loader import load_model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.overlap import Splitter
-from expert_worker.backend import ExpertBackend
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.model_config import DtypeName, ModelConfig
@@ -41,7 +40,7 @@ def local_experts(checkpoint: Checkpoint, dtype: DtypeName, device: str = "cpu")
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
-    return LocalExperts(ExpertBackend(store))
+    return LocalExperts(store)
 
 
 def make_runner(

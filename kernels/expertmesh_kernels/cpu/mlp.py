@@ -22,6 +22,7 @@ from expertmesh_kernels.cpu.block import (
     panel_size,
     put_rounded,
 )
+from expertmesh_kernels.cpu.combine import combine
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import add_bias, panels_per_chunk
 from expertmesh_kernels.cpu.memory import FLOATS, array_at
@@ -104,6 +105,56 @@ def grouped_mlp(
         num_used * chunks,
     )
     return -1
+
+
+@njit
+def combined_mlp(
+    h_address: int,
+    shape: tuple[int, int],
+    like_h: NDArray[np.generic],
+    ids_TK: NDArray[np.int32],
+    weights_TK: NDArray[np.float32],
+    table_EA: NDArray[np.int64],
+    like: NDArray[np.generic],
+    width: int,
+    kind: int,
+    alpha: np.float32,
+    limit: np.float32,
+    out_address: int,
+) -> int:
+    """`grouped_mlp` of all top-k slots of all rows, and their weighted sums; see `combine`."""
+    num_rows, top_k = ids_TK.shape
+    rows_N = np.empty(num_rows * top_k, np.int64)
+    experts_N = np.empty(num_rows * top_k, np.int64)
+    for t in range(num_rows):
+        for j in range(top_k):
+            rows_N[t * top_k + j] = t
+            experts_N[t * top_k + j] = ids_TK[t, j]
+    outputs = np.empty(rows_N.size * shape[1], like_h.dtype)
+    wrong_pair = grouped_mlp(
+        h_address, shape, like_h, rows_N, experts_N, table_EA, like, width, kind, alpha, limit,
+        outputs.ctypes.data,
+    )  # fmt: skip
+    if wrong_pair < 0:
+        out_TH = array_at(out_address, num_rows * shape[1], like_h).reshape(shape)
+        outputs_SH = outputs.reshape((rows_N.size, shape[1]))
+        parallel_for(
+            _combine_chunk, (outputs_SH, weights_TK, out_TH), _ceil_div(num_rows, _GATHERED_ROWS)
+        )
+    return wrong_pair
+
+
+@njit
+def _combine_chunk(
+    outputs_SH: NDArray[np.generic],
+    weights_TK: NDArray[np.float32],
+    out_TH: NDArray[np.generic],
+    chunk: int,
+) -> None:
+    top_k = weights_TK.shape[1]
+    first = chunk * _GATHERED_ROWS
+    last = min(first + _GATHERED_ROWS, weights_TK.shape[0])
+    combine(outputs_SH[first * top_k : last * top_k], weights_TK[first:last], out_TH[first:last])
 
 
 @njit

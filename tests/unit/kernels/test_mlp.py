@@ -17,8 +17,10 @@ from expertmesh_kernels.activation import (
     sigmoid_scaled,
     sigmoid_scaled_reference,
 )
+from expertmesh_kernels.combine import combine
 from expertmesh_kernels.grouped_mlp import (
     ExpertTable,
+    combined_mlp,
     gated_mlp,
     gated_mlp_reference,
     grouped_mlp,
@@ -26,6 +28,7 @@ from expertmesh_kernels.grouped_mlp import (
     pack_expert,
 )
 from expertmesh_kernels.linear import linear, pack_linear
+from expertmesh_kernels.router import Routing
 
 HIDDEN, INTERMEDIATE, EXPERTS = 72, 50, 5
 ACTIVATIONS = [SILU, GELU_TANH, Activation("clamped_swiglu", alpha=1.7, limit=3.0)]
@@ -211,3 +214,29 @@ def test_wrong_width_and_unknown_expert_raise() -> None:
         gated_mlp(torch.ones(1, 3), weights[0], SILU)
     with pytest.raises(KeyError):
         grouped_mlp(make_rows(1, torch.float32), np.array([0]), np.array([99]), weights, SILU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 7, 150])
+def test_combined_experts_equal_their_two_steps_bit_by_bit(rows: int, dtype: torch.dtype) -> None:
+    """The pairs of all slots, and their weighted sum in slot order."""
+    rng = np.random.default_rng(rows)
+    ids_TK = np.array([rng.permutation(EXPERTS)[:3] for _ in range(rows)], np.int32).reshape(
+        rows, 3
+    )
+    routing = Routing(ids_TK, rng.random((rows, 3), np.float32))
+    x_RH, weights = make_rows(rows, dtype), make_experts(dtype)
+    pairs = np.repeat(np.arange(rows), 3), ids_TK.reshape(-1).astype(np.int64)
+    outputs_SH = grouped_mlp(x_RH, *pairs, weights, SILU)
+    expected = combine(outputs_SH, routing.topk_weights_TK)
+    assert torch.equal(expected, combined_mlp(x_RH, routing, weights, SILU))
+
+
+def test_combined_experts_name_what_is_wrong() -> None:
+    """An absent expert, rows of another width or dtype."""
+    weights = make_experts(torch.float32)
+    routing = Routing(np.array([[0, 9]], np.int32), np.ones((1, 2), np.float32))
+    with pytest.raises(KeyError, match="expert 9 is not in the table"):
+        combined_mlp(make_rows(1, torch.float32), routing, weights, SILU)
+    with pytest.raises(ValueError, match=f"x has 3 features, expected {HIDDEN}"):
+        combined_mlp(torch.ones(1, 3), routing, weights, SILU)
