@@ -21,6 +21,7 @@ from expertmesh_kernels.cpu.amx import STEP
 from expertmesh_kernels.cpu.features import has_amx
 from expertmesh_kernels.cpu.linear import linear as cpu_linear
 from expertmesh_kernels.cpu.tile import PANEL
+from expertmesh_kernels.cpu.weight_memory import weight_memory
 from expertmesh_kernels.host import LIKE, as_array
 
 NO_BIAS = np.empty(0, np.float32)
@@ -109,7 +110,8 @@ def pack_linear(
     if format is None:
         format = "tiles" if is_cpu and weight_NK.dtype == torch.bfloat16 and has_amx() else "panels"
     panels = _panels(weight_NK, PANEL if is_cpu else num_columns, paired=paired)
-    weight = _tiled(panels) if format == "tiles" else panels.transpose(1, 2).contiguous()
+    ordered = _tiled(panels) if format == "tiles" else panels.transpose(1, 2)
+    weight = _stored(ordered)
     bias_N = None if bias_N is None else bias_N.clone()
     return PackedLinear(weight, format, bias_N, depth, num_columns, paired)
 
@@ -136,7 +138,14 @@ def _tiled(panels_PCK: Tensor) -> Tensor:
     num_panels, _, depth = panels_PCK.shape
     padded = panels_PCK.new_zeros(num_panels, PANEL, padded_depth(depth, "tiles"))
     padded[:, :, :depth] = panels_PCK
-    return padded.view(num_panels, 4, 16, -1, 16, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+    return padded.view(num_panels, 4, 16, -1, 16, 2).permute(0, 3, 1, 4, 2, 5)
+
+
+def _stored(weight: Tensor) -> Tensor:
+    """A contiguous copy where it is read fast."""
+    if weight.device.type != "cpu":
+        return weight.contiguous()
+    return weight_memory.empty(weight.shape, weight.dtype).copy_(weight)
 
 
 def _untiled(tiles: Tensor) -> Tensor:
