@@ -130,6 +130,9 @@ def settle(threads: int | None, cores: str) -> CoreShare:
         )
     if cores:
         os.sched_setaffinity(0, own)
+        # On cores that it shares, a process that is sent work must not interrupt the sender, which
+        # has work for others too.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     share = CoreShare(wanted or min(len(own), usable.limit), cores)
     os.environ[THREADS] = str(share.num_threads)
     return share

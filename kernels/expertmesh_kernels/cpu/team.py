@@ -47,9 +47,14 @@ _SYMBOL = "expertmesh_kernel_team"
 _GENERATION, _NEXT, _ACTIVE, _SLEEPING, _BUSY = 0, 8, 16, 24, 32
 _OPEN, _FUNCTION, _ENVIRONMENT, _COUNT, _STOP, _HELPERS = 40, 41, 42, 43, 44, 45
 
-_SPINS = 4000
-"""Looks at the state before a helper sleeps: some 50 us, more than Python needs between two ops."""
-_FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+_SPINS = 300
+"""Times a helper looks and yields before it sleeps: some 200 us, more than Python needs between two
+ops. A core that another process can use is left to it at once."""
+_PAUSES = 8
+"""Of the core between two looks."""
+_FUTEX_NUMBER, _YIELD_NUMBER = {"x86_64": (202, 24), "aarch64": (98, 124)}.get(
+    platform.machine(), (0, 0)
+)
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # private to this process
 
 _memory = np.zeros(_WORDS + 8, np.int64)
@@ -91,13 +96,24 @@ def _pause(builder: Any) -> None:
         )
 
 
-def _futex(builder: Any, operation: int, value: Any) -> None:
-    """futex(&GENERATION, operation, value) without a time limit."""
+def _syscall(builder: Any, numbers: list[Any]) -> None:
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     syscall = cgutils.get_or_insert_function(builder.module, kind, "syscall")
-    address = builder.ptrtoint(_word(builder, _GENERATION), _I64)
-    numbers = [_I64(_FUTEX_NUMBER), address, _I64(operation), value, _I64(0), _I64(0), _I64(0)]
     builder.call(syscall, numbers)
+
+
+def _relax(builder: Any) -> None:
+    """Wait a little; whoever else can use the core gets it."""
+    for _ in range(_PAUSES):
+        _pause(builder)
+    _syscall(builder, [_I64(_YIELD_NUMBER)])
+
+
+def _futex(builder: Any, operation: int, value: Any) -> None:
+    """futex(&GENERATION, operation, value) without a time limit."""
+    address = builder.ptrtoint(_word(builder, _GENERATION), _I64)
+    unused = [_I64(0)] * 3
+    _syscall(builder, [_I64(_FUTEX_NUMBER), address, _I64(operation), value, *unused])
 
 
 def _take_chunks(builder: Any, entry: Any, environment: Any, count: Any) -> None:
@@ -193,7 +209,7 @@ def _emit_together(builder: Any, entry: Any, environment: Any, count: Any) -> No
     end = builder.append_basic_block("rest")
     builder.branch(wait)
     builder.position_at_end(wait)
-    _pause(builder)
+    _relax(builder)
     builder.cbranch(builder.icmp_signed(">", _load(builder, _ACTIVE), _I64(0)), wait, end)
     builder.position_at_end(end)
     _store(builder, _BUSY, _I64(0))
@@ -238,7 +254,7 @@ def _emit_wait(builder: Any, seen: Any, spins: Any) -> None:
     is_new = builder.icmp_signed("!=", _load(builder, _GENERATION), seen)
     builder.cbranch(is_new, end, idle)
     builder.position_at_end(idle)
-    _pause(builder)
+    _relax(builder)
     count = builder.add(builder.load(spins), _I64(1))
     builder.store(count, spins)
     builder.cbranch(builder.icmp_signed("<", count, _I64(_SPINS)), look, sleep)
