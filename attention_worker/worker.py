@@ -28,6 +28,7 @@ from expertmesh import PROTOCOL_REVISION
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import threads_of_environment
 from expertmesh.errors import SettingsError, StartupError
+from expertmesh.expert_plan import plan_experts
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.model_tools.model_size import model_size
 from expertmesh.model_tools.worker_memory import attention_worker_nbytes
@@ -73,7 +74,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     dtype_name = _dtype_name(settings, config)
     dtype, device = TORCH_DTYPES[dtype_name], find_device(settings.device)
     pool = _kv_pool_settings(settings, _max_model_len(settings, config))
-    weight_bytes = _weight_bytes(config, dtype.itemsize, colocated=settings.colocated)
+    weight_bytes = _weight_bytes(settings, checkpoint, dtype_name)
     num_kv_blocks = choose_num_kv_blocks(
         config, pool, dtype, available_memory(device) - weight_bytes
     )
@@ -125,7 +126,7 @@ def _experts(
         wire_dtype = _wire_dtype(settings, dtype)
         remote = RemoteExperts(checkpoint.config, checkpoint.fingerprint, dtype, wire_dtype)
         return remote, remote
-    store = ExpertStore(checkpoint, dtype, settings.device)
+    store = ExpertStore(checkpoint, dtype, settings.device, expert_dtype=settings.expert_dtype)
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
@@ -155,10 +156,14 @@ def _kv_pool_settings(settings: AttentionWorkerSettings, max_model_len: int) -> 
     )
 
 
-def _weight_bytes(config: ModelConfig, itemsize: int, *, colocated: bool) -> int:
+def _weight_bytes(
+    settings: AttentionWorkerSettings, checkpoint: Checkpoint, dtype: DtypeName
+) -> int:
     """Memory that weights will take, so that the pool's size is known before they are loaded."""
+    config, itemsize = checkpoint.config, TORCH_DTYPES[dtype].itemsize
     size = model_size(config)
-    experts = size.experts.nbytes(itemsize) if colocated else 0
+    plan = plan_experts(checkpoint, settings.expert_dtype, dtype)
+    experts = plan.all_experts_nbytes(config, itemsize) if settings.colocated else 0
     return attention_worker_nbytes(config, size, itemsize) + experts
 
 

@@ -244,6 +244,7 @@ class WorkerState:
             num_experts=config.num_experts,
             hidden_size=config.hidden_size,
             dtype=DTYPE_CODES[self.store.dtype],
+            expert_dtype=self.store.plan.name,
         )
 
     def _capacity(self) -> pb.Capacity:

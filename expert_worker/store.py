@@ -9,6 +9,7 @@ leased, and loading never blocks it: reading and packing happen outside the lock
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +17,23 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from expertmesh.checkpoint import Checkpoint, HostTensor
-from expertmesh.errors import ExpertMeshError
+from expertmesh.checkpoint import Checkpoint, CodedExpert
+from expertmesh.errors import ExpertMeshError, SettingsError
+from expertmesh.expert_plan import ExpertPlan, plan_experts
+from expertmesh.formats.coded import CodedMatrix, CodeName, quantize_int4, quantize_int8
+from expertmesh.formats.keep import Coding
+from expertmesh.host_tensor import HostTensor, to_float32
 from expertmesh.model_config import DtypeName, ModelConfig
-from expertmesh.model_tools.model_size import model_size
-from expertmesh.model_tools.worker_memory import expert_nbytes
-from expertmesh_kernels.grouped_mlp import ExpertTable, ExpertWeights, pack_expert
+from expertmesh.settings import ExpertDtype
+from expertmesh_kernels.grouped_mlp import (
+    ExpertTable,
+    ExpertWeights,
+    pack_coded_expert,
+    pack_expert,
+)
 from expertmesh_kernels.host import TORCH_DTYPES, find_device, to_torch
+
+logger = logging.getLogger(__name__)
 
 
 class ExpertStoreError(ExpertMeshError):
@@ -56,6 +67,7 @@ class ExpertStore:
         checkpoint: Where experts are read from.
         dtype: Type of the weights in memory.
         device: Where they are held, as torch names it.
+        expert_dtype: How weights are held; see `settings.ModelOptions`.
         num_slots: Most experts at a time, all layers together; None for all of the model.
     """
 
@@ -65,13 +77,18 @@ class ExpertStore:
         dtype: DtypeName,
         device: str = "cpu",
         *,
+        expert_dtype: ExpertDtype = "auto",
         num_slots: int | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype: DtypeName = dtype
         self.device = find_device(device)
         self.num_slots = count_experts(self.config) if num_slots is None else num_slots
-        self.bytes_per_expert = expert_nbytes(model_size(self.config), TORCH_DTYPES[dtype].itemsize)
+        self.plan = plan_experts(checkpoint, expert_dtype, dtype)
+        self._codings = self._kept_codings()
+        itemsize = TORCH_DTYPES[dtype].itemsize
+        plan = self.plan if self._codings else ExpertPlan(dtype)
+        self.bytes_per_expert = plan.expert_nbytes(self.config, itemsize)
         """Of one expert's weights (the largest's, if layers differ), as if not packed."""
         self.on_change: Callable[[], None] = _ignore_change
         """Called after every change of residency, in the thread that made it."""
@@ -81,10 +98,38 @@ class ExpertStore:
         self._leased_before: list[_Snapshot] = []  # replaced while calls were using them
         self._num_reserved = 0  # slots of experts that are being read
 
+    def _kept_codings(self) -> dict[int, Coding]:
+        """Layers whose experts are held quantised here; CUDA kernels do not take them yet."""
+        plan, layers = self.plan, self.config.moe_layers
+        found = {layer: plan.coding(layer) for layer in layers}
+        codings = {layer: coding for layer, coding in found.items() if coding is not None}
+        if codings and self.device.type != "cpu":
+            if plan.on_load is not None:
+                raise SettingsError(
+                    f"expert_dtype is {plan.on_load.kind}, which no kernel for {self.device} takes",
+                    fix="use --expert-dtype auto, or --device cpu",
+                )
+            logger.info("experts stored as %s are expanded to %s", plan.name, self.dtype)
+            return {}
+        if plan.expanded:
+            formats = ", ".join(plan.expanded)
+            logger.info(
+                "experts of %d layers, stored as %s, are expanded to %s: no kernel takes them as "
+                "they are", len(layers) - len(codings), formats, self.dtype,
+            )  # fmt: skip
+        return codings
+
     @property
     def config(self) -> ModelConfig:
         """The model."""
         return self.checkpoint.config
+
+    @property
+    def code_names(self) -> tuple[CodeName | None, ...]:
+        """Kinds of codes of the experts held here; None for plain ones."""
+        layers = self.config.moe_layers
+        held = {self._codings[layer].kind if layer in self._codings else None for layer in layers}
+        return tuple(sorted(held, key=str))
 
     @property
     def num_used_slots(self) -> int:
@@ -207,12 +252,33 @@ class ExpertStore:
             self._replace(layer, experts, snapshot.retiring - {expert})
 
     def _read(self, layer: int, expert: int) -> ExpertWeights:
+        if layer in self._codings:
+            coded = self._read_coded(layer, expert)
+            return pack_coded_expert(
+                coded.gate_up,
+                coded.down,
+                self._optional(coded.gate_up_bias),
+                self._optional(coded.down_bias),
+                dtype=TORCH_DTYPES[self.dtype],
+            )
         tensors = self.checkpoint.read_expert(layer, expert)
         return pack_expert(
             self._tensor(tensors.gate_up),
             self._tensor(tensors.down),
             self._optional(tensors.gate_up_bias),
             self._optional(tensors.down_bias),
+        )
+
+    def _read_coded(self, layer: int, expert: int) -> CodedExpert:
+        """An expert as it is stored, or quantised now."""
+        if self.plan.on_load is None:
+            return self.checkpoint.read_coded_expert(layer, expert)
+        tensors, coding = self.checkpoint.read_expert(layer, expert), self.plan.on_load
+        return CodedExpert(
+            _quantized(tensors.gate_up, coding),
+            _quantized(tensors.down, coding),
+            tensors.gate_up_bias,
+            tensors.down_bias,
         )
 
     def _tensor(self, tensor: HostTensor) -> Tensor:
@@ -248,6 +314,13 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         """They are used no more."""
         self._store._end_lease(self._snapshot)
+
+
+def _quantized(tensor: HostTensor, coding: Coding) -> CodedMatrix:
+    weight = to_float32(tensor.data, tensor.dtype)
+    if coding.kind == "int8":
+        return quantize_int8(weight)
+    return quantize_int4(weight, coding.group)
 
 
 def count_experts(config: ModelConfig) -> int:

@@ -52,14 +52,18 @@ class ExpertWorker:
         config = checkpoint.config
         self._experts = parse_experts(settings.experts, config.num_experts)
         dtype: DtypeName = config.dtype if settings.dtype == "auto" else settings.dtype
-        self.store = ExpertStore(checkpoint, dtype, settings.device)
+        self.store = ExpertStore(
+            checkpoint, dtype, settings.device, expert_dtype=settings.expert_dtype
+        )
         # A free port is known too late; two workers on one host must not share a name.
         number = settings.port or os.getpid()
         self.worker_id = settings.worker_id or f"{socket.gethostname()}-{number}"
         identity = WorkerIdentity(
             worker_id=self.worker_id,
             incarnation=incarnation(),
-            numerics_fingerprint=experts_fingerprint(dtype, self.store.device),
+            numerics_fingerprint=experts_fingerprint(
+                dtype, self.store.device, self.store.code_names
+            ),
             row_credits=settings.row_credits,
         )
         self.server = ExpertServer(
@@ -103,7 +107,7 @@ class ExpertWorker:
             self.store.num_used_slots,
             self.store.checkpoint.name,
             self.store.resident_bytes / 2**20,
-            self.store.dtype,
+            self.store.plan.name,
             self._settings.host,
             self.server.port,
         )

@@ -16,6 +16,9 @@ import numpy as np
 from expertmesh.errors import CheckpointError
 from expertmesh.families import FAMILIES, load_model_config
 from expertmesh.formats import Quantization, QuantizedStorage, read_quantization
+from expertmesh.formats.coded import CodedMatrix
+from expertmesh.formats.keep import Coding
+from expertmesh.formats.storage import QuantizedWeight
 from expertmesh.host_tensor import HostTensor, common_dtype, widen
 from expertmesh.inventory import Inventory, take_inventory
 from expertmesh.model_config import ModelConfig
@@ -25,7 +28,7 @@ from expertmesh.shards import open_shards
 from expertmesh.tokenizer_files import read_chat_template, read_special_tokens
 from expertmesh.weight_storage import FileTensor, PlainWeight
 
-__all__ = ["FINGERPRINT_BYTES", "Checkpoint", "ExpertTensors", "HostTensor"]
+__all__ = ["FINGERPRINT_BYTES", "Checkpoint", "CodedExpert", "ExpertTensors", "HostTensor"]
 
 FINGERPRINT_BYTES = 32
 _SAMPLE_BYTES = 256
@@ -49,6 +52,16 @@ class ExpertTensors:
         """Bytes of all."""
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return sum(part.nbytes for part in parts if part is not None)
+
+
+@dataclass(frozen=True)
+class CodedExpert:
+    """One expert's weights, not decoded; shapes as in `ExpertTensors`."""
+
+    gate_up: CodedMatrix
+    down: CodedMatrix
+    gate_up_bias: HostTensor | None = None
+    down_bias: HostTensor | None = None
 
 
 class Checkpoint:
@@ -148,6 +161,38 @@ class Checkpoint:
         return ExpertTensors(
             source.gate_up.read(),
             source.down.read(),
+            _read_optional(source.gate_up_bias),
+            _read_optional(source.down_bias),
+        )
+
+    def expert_formats(self) -> tuple[str, ...]:
+        """Names of the quantised formats in which experts are stored; none if they are plain."""
+        sources = (s for e in self._inventory.experts.values() for s in (e.gate_up, e.down))
+        weights = (weight for source in sources for weight in source.weights)
+        names = {w.codec.name for w in weights if isinstance(w, QuantizedWeight)}
+        return tuple(sorted(names))
+
+    def expert_coding(self, layer: int) -> Coding | None:
+        """How kernels take a layer's experts as they are stored; None if none does."""
+        found = {
+            part.coding
+            for (of_layer, _), expert in self._inventory.experts.items()
+            if of_layer == layer
+            for part in (expert.gate_up, expert.down)
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def read_coded_expert(self, layer: int, expert: int) -> CodedExpert:
+        """One expert's weights as they are stored; its layer has a coding.
+
+        Raises:
+            CheckpointError: As for `read_expert`.
+            KeyError: the model has no such expert.
+        """
+        source = self._inventory.experts[layer, expert]
+        return CodedExpert(
+            source.gate_up.read_coded(),
+            source.down.read_coded(),
             _read_optional(source.gate_up_bias),
             _read_optional(source.down_bias),
         )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertmesh.errors import CheckpointError
+from expertmesh.formats.coded import CodedMatrix, stacked
+from expertmesh.formats.keep import Coding
+from expertmesh.formats.storage import QuantizedWeight
 from expertmesh.host_tensor import Array, HostTensor, common_dtype, is_finite, widen
 from expertmesh.model_config import DtypeName
 from expertmesh.safetensors_file import STORAGE
@@ -89,6 +92,40 @@ class ParameterSource:
             start = stop
         assert start == self.shape[0], f"{self.weights[0].name}: {start} rows of {self.shape}"
         return HostTensor(data, self.dtype)
+
+    @property
+    def coding(self) -> Coding | None:
+        """How kernels take the parameter as it is stored; None if none does."""
+        found = {self._coding(weight) for weight in self.weights}
+        return found.pop() if len(found) == 1 else None
+
+    def _coding(self, weight: StoredWeight) -> Coding | None:
+        if not isinstance(weight, QuantizedWeight):
+            return None
+        alike = weight.codec.transposed == self.arrangement.transposed
+        return weight.coding if alike else None
+
+    def read_coded(self) -> CodedMatrix:
+        """The parameter as it is stored, for kernels; it has a coding.
+
+        Raises:
+            CheckpointError: a weight cannot be read, or holds NaN or infinity.
+        """
+        parts = [
+            weight.read_coded(self.index)
+            for weight in self.weights
+            if isinstance(weight, QuantizedWeight)
+        ]
+        assert len(parts) == len(self.weights), "a parameter without a coding"
+        matrix = stacked([self._ordered(part) for part in parts])
+        assert matrix.codes.shape == self.shape, f"{matrix.codes.shape} is not {self.shape}"
+        return matrix
+
+    def _ordered(self, matrix: CodedMatrix) -> CodedMatrix:
+        if not self.arrangement.interleaved:
+            return matrix
+        count = len(matrix.codes)
+        return matrix.rows(np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]))
 
     def _fill(self, weight: StoredWeight, rows: Array) -> None:
         direct = self.arrangement == AS_STORED and weight.dtype == self.dtype

@@ -19,6 +19,7 @@ from expertmesh.settings_base import Settings, check_float, check_host, check_in
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WireDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+ExpertDtype = Literal["auto", "plain", "int8", "int4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
@@ -85,6 +86,10 @@ class ModelOptions(Settings):
 
     dtype: Dtype = "auto"
     """Type of weights and activations; auto is the checkpoint's own."""
+    expert_dtype: ExpertDtype = "auto"
+    """Weights of routed experts in memory: int8 (a scale per channel) and int4 (per group of 32)
+    quantise those of an unquantised checkpoint; plain expands quantised ones to `dtype`; auto keeps
+    what the checkpoint has."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; by default what the model was trained for."""
     served_model_name: str | None = None
@@ -250,6 +255,10 @@ class ExpertWorkerOptions(Settings):
     from 0), or ids such as 0-3,6."""
     dtype: Dtype = "auto"
     """Type of weights and activations; auto is the checkpoint's own."""
+    expert_dtype: ExpertDtype = "auto"
+    """Weights in memory: int8 (a scale per channel) and int4 (per group of 32) quantise those of an
+    unquantised checkpoint; plain expands quantised ones to `dtype`; auto keeps what the checkpoint
+    has. The gateway's has to be the same."""
     device: str = "cpu"
     """Device of the weights, as torch names it."""
     worker_id: str | None = None
@@ -299,6 +308,8 @@ class AttentionWorkerSettings(Settings):
     """Unix socket to serve on, in a folder that only the gateway can enter."""
     dtype: Dtype = "auto"
     """Type of weights and activations; auto is the checkpoint's own."""
+    expert_dtype: ExpertDtype = "auto"
+    """Weights of routed experts, if they are here; see `ModelOptions`."""
     device: str = "cpu"
     """Device of weights and KV cache, as torch names it."""
     max_model_len: int | None = None

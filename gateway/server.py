@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import share_cores, usable_cores
 from expertmesh.errors import StartupError
+from expertmesh.expert_plan import plan_experts
 from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
@@ -224,6 +225,10 @@ class Gateway:
         dtype = self._settings.model.dtype
         return checkpoint.config.dtype if dtype == "auto" else dtype
 
+    def _expert_dtype(self, checkpoint: Checkpoint) -> str:
+        setting = self._settings.model.expert_dtype
+        return plan_experts(checkpoint, setting, self._dtype(checkpoint)).name
+
     def _colocated(self, checkpoint: Checkpoint) -> bool:
         return self._settings.mesh.colocated or not checkpoint.config.moe_layers
 
@@ -232,6 +237,7 @@ class Gateway:
             checkpoint.name,
             checkpoint.fingerprint,
             self._dtype(checkpoint),
+            expert_dtype=self._expert_dtype(checkpoint),
             max_step_tokens=self._settings.engine.max_num_batched_tokens,
         )
         membership = Membership(
@@ -254,6 +260,7 @@ class Gateway:
         settings = AttentionWorkerSettings(
             model=str(checkpoint.model_dir),
             dtype=self._settings.model.dtype,
+            expert_dtype=self._settings.model.expert_dtype,
             max_model_len=self._settings.model.max_model_len,
             colocated=self._colocated(checkpoint),
             wire_dtype=self._settings.mesh.wire_dtype,

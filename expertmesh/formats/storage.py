@@ -13,6 +13,8 @@ import numpy as np
 
 from expertmesh.errors import CheckpointError
 from expertmesh.formats.codec import NUMPY_TYPES, Codec, PartData, factors
+from expertmesh.formats.coded import CodedMatrix
+from expertmesh.formats.keep import Coding, coding_of, keep
 from expertmesh.formats.quantization import Quantization
 from expertmesh.host_tensor import Array, Float32
 from expertmesh.model_config import DtypeName
@@ -176,6 +178,35 @@ class QuantizedWeight:
             out[...] = decoded
             return out
         return self._decode(parts, out.view(np.float32))
+
+    @property
+    def coding(self) -> Coding | None:
+        """How kernels take it as it is, the rows being those of `read` or, if the codec is
+        transposed, its columns; None if none does."""
+        return coding_of(self.codec)
+
+    def read_coded(self, index: int | None = None) -> CodedMatrix:
+        """The weight or one entry, not decoded.
+
+        Raises:
+            CheckpointError: As for `read`, or a code stands for NaN.
+        """
+        shape = self.shape if index is None else self.shape[1:]
+        parts = [_read_part(tensor, index) for tensor in self.tensors]
+        self._check_scales(parts)
+        rows, columns = _coded_shape(shape, self.codec)
+        try:
+            matrix = keep(self.codec, parts, rows, columns)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.path}: tensor {self.weight.name}{error}", fix="download the file again"
+            ) from error
+        if not matrix.is_finite():
+            raise CheckpointError(
+                f"{self.path}: tensor {self.name}: holds NaN or infinity, expected finite weights",
+                fix="download the file again",
+            )
+        return matrix
 
     def _decode(self, parts: list[PartData], out: Float32) -> Float32:
         try:

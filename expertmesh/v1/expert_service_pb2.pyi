@@ -174,20 +174,22 @@ class WatchResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[LoadCounters, _Mapping]] = ..., row_credits: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class ModelIdentity(_message.Message):
-    __slots__ = ("fingerprint", "name", "num_layers", "num_experts", "hidden_size", "dtype")
+    __slots__ = ("fingerprint", "name", "num_layers", "num_experts", "hidden_size", "dtype", "expert_dtype")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: bytes
     name: str
     num_layers: int
     num_experts: int
     hidden_size: int
     dtype: Dtype
-    def __init__(self, fingerprint: _Optional[bytes] = ..., name: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ...) -> None: ...
+    expert_dtype: str
+    def __init__(self, fingerprint: _Optional[bytes] = ..., name: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., expert_dtype: _Optional[str] = ...) -> None: ...
 
 class Capacity(_message.Message):
     __slots__ = ("expert_slots", "used_expert_slots", "bytes_per_expert", "resident_bytes")

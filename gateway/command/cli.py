@@ -303,6 +303,7 @@ def run_command(arguments: list[str]) -> int:
 def _model_settings(model: str, options: ModelOptions) -> ModelSettings:
     return ModelSettings(
         dtype=options.dtype,
+        expert_dtype=options.expert_dtype,
         max_model_len=options.max_model_len,
         served_model_name=options.served_model_name,
         model=model,

@@ -287,6 +287,7 @@ def _expert_worker(
         port=ports[index],
         experts=f"{index}/{len(ports)}",
         dtype=settings.model.dtype,
+        expert_dtype=settings.model.expert_dtype,
         worker_id=f"expert-worker-{index}",
         row_credits=max(ExpertWorkerOptions.row_credits, settings.engine.max_num_batched_tokens),
         threads=share.num_threads,

@@ -20,6 +20,8 @@ class ServedIdentity:
     fingerprint: bytes
     dtype: DtypeName
     """Of the hidden states on the wire."""
+    expert_dtype: str = ""
+    """How the weights of experts are held; empty: as `dtype`."""
     max_step_tokens: int = 1
     """Token rows of the largest step, all of which may go to one expert worker."""
 
@@ -68,8 +70,11 @@ def _incompatibility(snapshot: pb.WatchResponse, served: ServedIdentity) -> str:
             f"this gateway {served.name} ({served.fingerprint.hex()[:16]})"
         )
     if model.dtype != DTYPE_CODES[served.dtype]:
-        theirs = {code: name for name, code in DTYPE_CODES.items()}.get(model.dtype)
-        return f"it has dtype {theirs or model.dtype}, this gateway {served.dtype}"
+        dtype = {code: name for name, code in DTYPE_CODES.items()}.get(model.dtype)
+        return f"it has dtype {dtype or model.dtype}, this gateway {served.dtype}"
+    theirs, ours = model.expert_dtype or served.dtype, served.expert_dtype or served.dtype
+    if theirs != ours:
+        return f"it has experts in {theirs}, this gateway in {ours} (--expert-dtype of both)"
     if 0 < snapshot.row_credits < served.max_step_tokens:
         return (
             f"it grants {snapshot.row_credits} row credits, fewer than the "

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertmesh.formats.coded import CodedMatrix
 from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import cpu_arguments, gated_activation_reference
 from expertmesh_kernels.combine import combine
@@ -29,7 +30,13 @@ from expertmesh_kernels.cpu.mlp import (
 from expertmesh_kernels.cpu.mlp import combined_mlp as cpu_combined_mlp
 from expertmesh_kernels.cpu.mlp import grouped_mlp as cpu_grouped_mlp
 from expertmesh_kernels.host import LIKE, as_input
-from expertmesh_kernels.linear import Format, PackedLinear, linear_reference, pack_linear
+from expertmesh_kernels.linear import (
+    Format,
+    PackedLinear,
+    linear_reference,
+    pack_coded_linear,
+    pack_linear,
+)
 from expertmesh_kernels.router import Routing
 
 if TYPE_CHECKING:
@@ -69,6 +76,31 @@ def pack_expert(
         gate_up=pack_linear(gate_up_2IH, gate_up_bias, paired=True, format=format),
         down=pack_linear(down_HI, down_bias, format=format),
     )
+
+
+def pack_coded_expert(
+    gate_up_2IH: CodedMatrix,
+    down_HI: CodedMatrix,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    format: Format | None = None,
+) -> ExpertWeights:
+    """Reorder the weights of an expert, which stay quantised; see `pack_coded_linear`.
+
+    Raises:
+        ValueError: The two are not quantised alike, or not as any kernel takes it.
+    """
+    weights = ExpertWeights(
+        gate_up=pack_coded_linear(
+            gate_up_2IH, gate_up_bias, dtype=dtype, paired=True, format=format
+        ),
+        down=pack_coded_linear(down_HI, down_bias, dtype=dtype, format=format),
+    )
+    if weights.gate_up.codes != weights.down.codes:
+        raise ValueError(f"{weights.gate_up.codes} beside {weights.down.codes}, expected the same")
+    return weights
 
 
 class ExpertTable(Mapping[int, ExpertWeights]):
@@ -126,8 +158,8 @@ class ExpertTable(Mapping[int, ExpertWeights]):
 
     @cached_property
     def like(self) -> NDArray[np.generic]:
-        """An empty array of the type of the packed weights."""
-        return self.any_expert.down.panels[:0]
+        """See `PackedLinear.like`."""
+        return self.any_expert.down.like
 
 
 def gated_mlp(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
@@ -228,8 +260,8 @@ def _check(x_RH: Tensor, weights: ExpertWeights) -> None:
     gate_up = weights.gate_up
     if x_RH.shape[1] != gate_up.in_features:
         raise ValueError(f"x has {x_RH.shape[1]} features, expected {gate_up.in_features}")
-    if gate_up.format == "tiles" and x_RH.dtype != gate_up.weight.dtype:
-        raise ValueError(f"x is {x_RH.dtype}, expected {gate_up.weight.dtype} as the weights")
+    if gate_up.format == "tiles" and x_RH.dtype != torch.bfloat16:
+        raise ValueError(f"x is {x_RH.dtype}, expected torch.bfloat16 as the weights are in tiles")
 
 
 def gated_mlp_reference(x_RH: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:

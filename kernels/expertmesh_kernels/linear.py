@@ -17,12 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertmesh.formats.coded import CodedMatrix, CodeName
 from expertmesh_kernels.cpu.amx import STEP
+from expertmesh_kernels.cpu.codes import HEADER_BYTES, stored_type
 from expertmesh_kernels.cpu.features import has_amx
 from expertmesh_kernels.cpu.linear import linear as cpu_linear
 from expertmesh_kernels.cpu.tile import PANEL
 from expertmesh_kernels.cpu.weight_memory import weight_memory
 from expertmesh_kernels.host import LIKE, as_array
+from expertmesh_kernels.packed_codes import pack_codes, unpack_codes
 
 NO_BIAS = np.empty(0, np.float32)
 """As CPU kernels take it."""
@@ -30,7 +33,17 @@ NO_BIAS = np.empty(0, np.float32)
 _HALF = PANEL // 2
 
 Format = Literal["panels", "tiles"]
-"""panels: [P, K, C], C = 64 on CPU, one panel elsewhere. tiles: for AMX, see `cpu.amx`."""
+"""panels: [P, K, C], C = 64 on CPU, one panel elsewhere. tiles: for AMX, see `cpu.amx`. Codes are
+[P, bytes] in both, and decoded to one or the other."""
+
+
+@dataclass(frozen=True)
+class PackedCodes:
+    """What quantised weights consist of."""
+
+    kind: CodeName
+    group: int
+    """Features that share a scale; 0 for all."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +58,13 @@ class PackedLinear:
     out_features: int
     paired: bool
     """Columns j and N / 2 + j are in one panel, 32 of each: for gate and up."""
+    codes: PackedCodes | None = None
+    """None for weights that are not quantised."""
 
     @property
     def weight_KN(self) -> Tensor:
         """The weights K-major without padding, as a copy."""
-        panels = _untiled(self.weight) if self.format == "tiles" else self.weight
+        panels = self._panels_PKC()
         depth = panels.shape[1]
         columns = panels.transpose(0, 1).reshape(depth, -1)[: self.in_features]
         if not self.paired:
@@ -58,6 +73,12 @@ class PackedLinear:
         halves = pairs.reshape(len(columns), 2, -1)[:, :, : self.out_features // 2]
         return halves.reshape(len(columns), -1)
 
+    def _panels_PKC(self) -> Tensor:
+        """Values of the panels, [P, K, C]; FP32 if there are codes."""
+        if self.codes is not None:
+            return unpack_codes(self.weight, self.codes.kind, self.codes.group, self.in_features)
+        return _untiled(self.weight) if self.format == "tiles" else self.weight
+
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
@@ -65,16 +86,24 @@ class PackedLinear:
 
     @cached_property
     def depth(self) -> int:
-        """Features as packed: K, or the next multiple of 32 in tiles."""
-        return padded_depth(self.in_features, self.format)
+        """Features as packed: K, or the next multiple of 32 in tiles and of codes."""
+        return padded_depth(self.in_features, self.format if self.codes is None else "tiles")
 
     @cached_property
     def panels(self) -> NDArray[np.generic]:
         """The weights as CPU kernels take them, flat; tiles as pairs of bfloat16."""
         flat = self.weight.view(-1)
+        if self.codes is not None:
+            dtype = stored_type(self.codes.kind, tiles=self.format == "tiles")
+            return flat.numpy().view(dtype)
         if self.format == "tiles":
             return flat.view(torch.uint32).numpy()
         return as_array(flat)
+
+    @cached_property
+    def like(self) -> NDArray[np.generic]:
+        """What tells kernels how weights are packed: the beginning, or none if the type does."""
+        return self.panels[: 0 if self.codes is None else HEADER_BYTES]
 
     @cached_property
     def bias(self) -> NDArray[np.float32]:
@@ -114,6 +143,35 @@ def pack_linear(
     weight = _stored(ordered)
     bias_N = None if bias_N is None else bias_N.clone()
     return PackedLinear(weight, format, bias_N, depth, num_columns, paired)
+
+
+def pack_coded_linear(
+    matrix_NK: CodedMatrix,
+    bias_N: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    paired: bool = False,
+    format: Format | None = None,
+) -> PackedLinear:
+    """Reorder a quantised weight for the CPU; it stays quantised.
+
+    Args:
+        matrix_NK: Codes and scales.
+        bias_N: Bias or none.
+        dtype: Of the rows that it will be multiplied with.
+        paired: See `PackedLinear`.
+        format: None for the fastest on this machine.
+
+    Raises:
+        ValueError: The groups are not those of any kernel.
+    """
+    if format is None:
+        format = "tiles" if dtype == torch.bfloat16 and has_amx() else "panels"
+    packed = PackedCodes(matrix_NK.kind, matrix_NK.group)
+    num_columns, depth = matrix_NK.codes.shape
+    weight = _stored(pack_codes(matrix_NK, paired=paired))
+    bias_N = None if bias_N is None else bias_N.clone()
+    return PackedLinear(weight, format, bias_N, depth, num_columns, paired, packed)
 
 
 def padded_depth(depth: int, format: Format) -> int:
@@ -187,8 +245,8 @@ def _as_multiplied(x_RK: Tensor, packed: PackedLinear) -> Tensor:
         x_RK = x_RK.contiguous()
     if packed.format == "panels":
         return x_RK.float()
-    if x_RK.dtype != packed.weight.dtype:
-        raise ValueError(f"x is {x_RK.dtype}, expected {packed.weight.dtype} as the weights")
+    if x_RK.dtype != torch.bfloat16:
+        raise ValueError(f"x is {x_RK.dtype}, expected torch.bfloat16 as the weights are in tiles")
     missing = packed.depth - packed.in_features
     return torch.nn.functional.pad(x_RK, (0, missing)) if missing else x_RK
 

@@ -7,17 +7,25 @@ continue each other's requests, without changing a bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from expertmesh.formats.coded import CodedMatrix, CodeName
 from expertmesh.model_config import GELU_TANH, SILU, Activation, DtypeName, KvLayout
-from expertmesh_kernels.grouped_mlp import ExpertTable, ExpertWeights, grouped_mlp, pack_expert
+from expertmesh_kernels.grouped_mlp import (
+    ExpertTable,
+    ExpertWeights,
+    grouped_mlp,
+    pack_coded_expert,
+    pack_expert,
+)
 from expertmesh_kernels.host import TORCH_DTYPES, as_array
 from expertmesh_kernels.linear import linear, pack_linear
 from expertmesh_kernels.norm import rms_norm, rms_norm_heads_
@@ -54,13 +62,23 @@ def numerics_fingerprint(dtype: DtypeName, device: torch.device = _CPU) -> bytes
     return _hash(dtype, _all_outputs(_like(dtype, device)))
 
 
-def experts_fingerprint(dtype: DtypeName, device: torch.device = _CPU) -> bytes:
+def experts_fingerprint(
+    dtype: DtypeName,
+    device: torch.device = _CPU,
+    codes: Sequence[CodeName | None] = (None,),
+) -> bytes:
     """The same for the kernels that compute experts, and no others.
+
+    Args:
+        dtype: Of rows, and of weights that are plain.
+        device: Whose kernels.
+        codes: Kinds of codes of the experts' weights; None for plain ones.
 
     Raises:
         RuntimeError: See `numerics_fingerprint`.
     """
-    return _hash(dtype, _expert_outputs(_like(dtype, device)))
+    outputs = (_expert_outputs(_like(dtype, device), kind) for kind in codes)
+    return _hash(dtype, chain.from_iterable(outputs))
 
 
 def _like(dtype: DtypeName, device: torch.device) -> Tensor:
@@ -96,14 +114,15 @@ def _all_outputs(like: Tensor) -> Iterator[tuple[str, Tensor]]:
     norm_H = fixed_values(_HIDDEN, seed=3).to(like.device)
     yield _invariant("norm", lambda rows: rms_norm(x_RH[rows], norm_H, 1e-5))
     yield _invariant("norm of heads", lambda rows: _norm_heads(x_RH[rows], norm_H))
-    yield from _expert_outputs(like)
+    yield from _expert_outputs(like, None)
     for name, cache, options in _attention_layers(like):
         yield _invariant(name, partial(_run_attention, cache=cache, options=options))
 
 
-def _expert_outputs(like: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _expert_outputs(like: Tensor, codes: CodeName | None) -> Iterator[tuple[str, Tensor]]:
     """Likewise, of the FFNs of experts."""
-    x_RH, experts = _rows(like), ExpertTable({e: _expert(e, like) for e in range(2)})
+    pack = _expert if codes is None else partial(_coded_expert, codes)
+    x_RH, experts = _rows(like), ExpertTable({e: pack(e, like) for e in range(2)})
     for activation in _ACTIVATIONS:
         run = partial(_run_experts, x_RH, experts=experts, activation=activation)
         yield _invariant(f"grouped_mlp with {activation.kind}", run)
@@ -129,6 +148,17 @@ def _expert(expert: int, like: Tensor) -> ExpertWeights:
         (fixed_values(80, _HIDDEN, seed=4 + expert) / 8).to(like),
         (fixed_values(_HIDDEN, 40, seed=6 + expert) / 8).to(like),
     )
+
+
+def _coded_expert(codes: CodeName, expert: int, like: Tensor) -> ExpertWeights:
+    def matrix(rows: int, columns: int, seed: int) -> CodedMatrix:
+        numbers = (fixed_values(rows, columns, seed=seed).numpy() * 60 + 128).astype(np.uint8)
+        numbers = numbers % 127 if codes in ("int8", "fp8") else numbers % 16
+        scales = np.full((rows, 1), 2.0**-9, np.float32)
+        return CodedMatrix(codes, numbers, scales, 0)
+
+    gate_up, down = matrix(80, _HIDDEN, 4 + expert), matrix(_HIDDEN, 40, 6 + expert)
+    return pack_coded_expert(gate_up, down, dtype=like.dtype)
 
 
 def _norm_heads(x_RH: Tensor, norm_H: Tensor) -> Tensor:

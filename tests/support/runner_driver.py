@@ -30,13 +30,19 @@ from attention_worker.overlap import Splitter
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh.settings import ExpertDtype
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh_kernels.host import TORCH_DTYPES
 
 
-def local_experts(checkpoint: Checkpoint, dtype: DtypeName, device: str = "cpu") -> LocalExperts:
+def local_experts(
+    checkpoint: Checkpoint,
+    dtype: DtypeName,
+    device: str = "cpu",
+    expert_dtype: ExpertDtype = "auto",
+) -> LocalExperts:
     """All experts of a checkpoint in this process."""
-    store = ExpertStore(checkpoint, dtype, device)
+    store = ExpertStore(checkpoint, dtype, device, expert_dtype=expert_dtype)
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
@@ -47,6 +53,7 @@ def make_runner(
     model_dir: Path,
     *,
     dtype: DtypeName = "float32",
+    expert_dtype: ExpertDtype = "auto",
     max_model_len: int = 256,
     num_slots: int = 16,
     num_blocks: int = 512,
@@ -69,7 +76,7 @@ def make_runner(
     kv = PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, place)
     return ModelRunner(
         model,
-        experts or local_experts(checkpoint, dtype, device),
+        experts or local_experts(checkpoint, dtype, device, expert_dtype),
         PagedKvState(kv, num_slots, max_model_len),
         RunnerLimits(
             num_request_slots=num_slots,

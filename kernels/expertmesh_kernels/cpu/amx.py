@@ -119,20 +119,21 @@ release = cast(Callable[[], None], intrinsic(_release_typing))
 """Tiles are free again; a context switch saves less."""
 
 
-def _product_typing(
-    _context: Any, x: Any, _1: Any, _2: Any, w: Any, _4: Any, _5: Any, acc: Any
-) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x_type, w_type, acc_type = (signature.args[i] for i in (0, 3, 6))
-        x = _address(context, builder, x_type, args[0], args[1])
-        w = _address(context, builder, w_type, args[3], args[4])
-        acc = _address(context, builder, acc_type, args[6], _I64(0))
-        stride = builder.mul(args[2], _I64(2))
-        _emit_product(builder, x, stride, w, args[5], acc)
-        return context.get_dummy_value()
+def _product_of(ahead: int) -> Callable[..., Any]:
+    def typing(_context: Any, x: Any, _1: Any, _2: Any, w: Any, _4: Any, _5: Any, acc: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            x_type, w_type, acc_type = (signature.args[i] for i in (0, 3, 6))
+            x = _address(context, builder, x_type, args[0], args[1])
+            w = _address(context, builder, w_type, args[3], args[4])
+            acc = _address(context, builder, acc_type, args[6], _I64(0))
+            stride = builder.mul(args[2], _I64(2))
+            _emit_product(builder, x, stride, w, args[5], acc, ahead)
+            return context.get_dummy_value()
 
-    at = types.intp
-    return types.void(x, at, at, w, at, at, acc), codegen
+        at = types.intp
+        return types.void(x, at, at, w, at, at, acc), codegen
+
+    return typing
 
 
 def _pair_typing(
@@ -153,16 +154,21 @@ def _pair_typing(
     return types.void(x, at, at, w, at, at, acc), codegen
 
 
-def _emit_product(builder: Any, x: Any, stride: Any, w: Any, steps: Any, acc: Any) -> None:
-    """Up to 16 rows: one A tile against all 4 column tiles, at the speed of memory."""
+def _emit_product(
+    builder: Any, x: Any, stride: Any, w: Any, steps: Any, acc: Any, ahead: int
+) -> None:
+    """Up to 16 rows: one A tile against all 4 column tiles, at the speed of memory.
+
+    Weights are asked for `ahead` bytes before they are read; 0 if they are in the cache.
+    """
     for c in range(_COLUMN_TILES):
         _zero(builder, c)
     with cgutils.for_range(builder, steps) as loop:
         _load(builder, 4, builder.gep(x, [builder.mul(loop.index, _I64(_ROW_BYTES))]), stride)
         step = builder.gep(w, [builder.mul(loop.index, _I64(_STEP_BYTES))])
         for c in range(_COLUMN_TILES):
-            for line in range(0, _TILE_BYTES, 64):
-                _prefetch(builder, _at(builder, step, _PREFETCH_BYTES + c * _TILE_BYTES + line))
+            for line in range(0, _TILE_BYTES if ahead else 0, 64):
+                _prefetch(builder, _at(builder, step, ahead + c * _TILE_BYTES + line))
             tile = 5 + c % 3
             _load(builder, tile, _at(builder, step, c * _TILE_BYTES), _I64(64))
             _multiply(builder, c, 4, tile)
@@ -190,11 +196,13 @@ def _emit_pair(builder: Any, x: Any, stride: Any, w: Any, steps: Any, acc: Any) 
             _store(builder, 2 * r + c, _at(builder, acc, r * TILE_ROWS * 256 + c * 64), _I64(256))
 
 
-few_rows = cast(Callable[..., None], intrinsic(_product_typing))
+few_rows = cast(Callable[..., None], intrinsic(_product_of(_PREFETCH_BYTES)))
 """`few_rows(x, x_at, x_stride, w, w_at, steps, acc)`: up to 16 configured rows by a panel.
 
 acc[64 r + c] = sum over k < 32 steps of x[x_at + x_stride r + k] w[k, c]; x flat bfloat16 (uint16),
 w flat pairs of bfloat16 (uint32), acc float32.
 """
+few_near = cast(Callable[..., None], intrinsic(_product_of(0)))
+"""The same for weights that are in the cache."""
 many_rows = cast(Callable[..., None], intrinsic(_pair_typing))
 """The same for 17 to 32 rows, with the same bits."""

@@ -4,8 +4,9 @@ Weights come in two formats, told apart by their stored type:
 
     panels   [K, 64] of float32, bfloat16 (uint16) or float16 (int16): FP32 chains, any CPU
     tiles    [K / 32, 4, 16, 16] pairs of bfloat16 (uint32): AMX, rows in bfloat16
+    coded    codes and scales (a record of one byte, see `cpu.codes`): either way, decoded first
 
-In both a row's bits depend on that row and the panel alone. A block goes through four steps, so
+In all a row's bits depend on that row and the panel alone. A block goes through four steps, so
 that the loops around it need not know the format: `begin_rows`, `multiply` for each panel,
 `end_rows`; and rows are gathered with `gather_row` into what `multiply` reads.
 """
@@ -18,7 +19,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from expertmesh_kernels.cpu import amx
+from expertmesh_kernels.cpu import amx, coded
 from expertmesh_kernels.cpu.jit import chosen_by_types, njit
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
 from expertmesh_kernels.cpu.storage import widen_into
@@ -35,7 +36,8 @@ _STEP = amx.STEP
 
 
 def _is_tiles(panels: Any) -> bool:
-    return bool(panels.dtype == types.uint32)
+    """Whether rows are multiplied on tiles."""
+    return bool(panels.dtype == types.uint32) or coded.is_coded_tiles(panels)
 
 
 # Stand-ins: what they do is chosen from the types of their arguments when a kernel is compiled.
@@ -53,6 +55,11 @@ def packed_depth(panels: NDArray[np.generic], depth: int) -> int:
 
 def panel_size(panels: NDArray[np.generic], depth: int) -> int:
     """Stored elements of a panel of so many packed features."""
+    raise NotImplementedError
+
+
+def new_scratch(panels: NDArray[np.generic]) -> Any:
+    """What `multiply` needs beside its arguments; for one thread."""
     raise NotImplementedError
 
 
@@ -91,6 +98,7 @@ def multiply(
     panels: NDArray[np.generic],
     panel: int,
     depth: int,
+    scratch: Any,
     acc: NDArray[np.float32],
 ) -> None:
     """acc[64 r + c] = sum over k < depth of x[x_at + x_stride r + k] w[k, c], in FP32.
@@ -103,6 +111,7 @@ def multiply(
         panels: Flat weights.
         panel: Which panel.
         depth: Features, as packed.
+        scratch: From `new_scratch`.
         acc: At least [rows, 64].
     """
     raise NotImplementedError
@@ -110,6 +119,8 @@ def multiply(
 
 @chosen_by_types(block_rows)
 def _block_rows(panels: Any) -> Any:
+    if coded.is_coded(panels):
+        return lambda panels: coded.BLOCK_ROWS
     if _is_tiles(panels):
         return lambda panels: _AMX_ROWS
     return lambda panels: CHAIN_ROWS
@@ -117,16 +128,25 @@ def _block_rows(panels: Any) -> Any:
 
 @chosen_by_types(packed_depth)
 def _packed_depth(panels: Any, depth: Any) -> Any:
-    if _is_tiles(panels):
+    if _is_tiles(panels) or coded.is_coded(panels):
         return lambda panels, depth: -(-depth // _STEP) * _STEP
     return lambda panels, depth: depth
 
 
 @chosen_by_types(panel_size)
 def _panel_size(panels: Any, depth: Any) -> Any:
+    if coded.is_coded(panels):
+        return coded.coded_panel_size(panels)
     if _is_tiles(panels):
         return lambda panels, depth: depth * (PANEL // 2)
     return lambda panels, depth: depth * PANEL
+
+
+@chosen_by_types(new_scratch)
+def _new_scratch(panels: Any) -> Any:
+    if not coded.is_coded(panels):
+        return lambda panels: None
+    return coded.new_tile_scratch if _is_tiles(panels) else coded.new_chain_scratch
 
 
 @chosen_by_types(new_rows)
@@ -151,6 +171,8 @@ def _gather_row(source: Any, target: Any) -> Any:
     def convert(source: Any, target: Any) -> None:
         for i in range(source.size):
             target[i] = widen(source[i])
+        for i in range(source.size, target.size):
+            target[i] = np.float32(0.0)
 
     return convert
 
@@ -175,7 +197,7 @@ def _begin_rows(panels: Any, rows: Any) -> Any:
     if _is_tiles(panels):
 
         def configure(panels: Any, rows: int) -> None:
-            amx.configure(_CONFIGS, rows)
+            amx.configure(_CONFIGS, min(rows, _AMX_ROWS))
 
         return configure
     return lambda panels, rows: None
@@ -194,8 +216,19 @@ def _end_rows(panels: Any) -> Any:
 
 @chosen_by_types(multiply)
 def _multiply(
-    x: Any, x_at: Any, x_stride: Any, rows: Any, panels: Any, panel: Any, depth: Any, acc: Any
+    x: Any,
+    x_at: Any,
+    x_stride: Any,
+    rows: Any,
+    panels: Any,
+    panel: Any,
+    depth: Any,
+    scratch: Any,
+    acc: Any,
 ) -> Any:
+    if coded.is_coded(panels):
+        kind = coded.multiply_tiles if _is_tiles(panels) else coded.multiply_chains
+        return kind(panels)
     if _is_tiles(panels):
 
         def tiles(
@@ -206,6 +239,7 @@ def _multiply(
             panels: Any,
             panel: int,
             depth: int,
+            scratch: Any,
             acc: Any,
         ) -> None:
             panel_at = panel * depth * (PANEL // 2)
@@ -217,7 +251,15 @@ def _multiply(
         return tiles
 
     def chains(
-        x: Any, x_at: int, x_stride: int, rows: int, panels: Any, panel: int, depth: int, acc: Any
+        x: Any,
+        x_at: int,
+        x_stride: int,
+        rows: int,
+        panels: Any,
+        panel: int,
+        depth: int,
+        scratch: Any,
+        acc: Any,
     ) -> None:
         _run_chains(x, x_at, x_stride, rows, panels, panel * depth * PANEL, depth, acc)
 

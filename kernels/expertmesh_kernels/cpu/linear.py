@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from expertmesh_kernels.cpu.block import begin_rows, block_rows, end_rows, multiply, panel_size
+from expertmesh_kernels.cpu.block import (
+    begin_rows,
+    block_rows,
+    end_rows,
+    multiply,
+    new_scratch,
+    panel_size,
+)
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.storage import narrow_into
@@ -74,14 +81,14 @@ def _linear_chunk(
     chunk: int,
 ) -> None:
     most = block_rows(panels)
-    acc = np.empty(most * PANEL, np.float32)
+    acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(panels)
     first = chunk * per_chunk
     last = min(first + per_chunk, -(-num_columns // PANEL))
     for row in range(0, num_rows, most):
         rows = min(most, num_rows - row)
         begin_rows(panels, rows)
         for panel in range(first, last):
-            multiply(x, row * x_stride, x_stride, rows, panels, panel, depth, acc)
+            multiply(x, row * x_stride, x_stride, rows, panels, panel, depth, scratch, acc)
             column = panel * PANEL
             count = min(PANEL, num_columns - column)
             for r in range(rows):
@@ -131,14 +138,16 @@ def _head_chunk(
 ) -> None:
     num_rows, num_heads, depth, num_columns = shape
     most = block_rows(panels)
-    acc = np.empty(most * PANEL, np.float32)
+    acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(panels)
     num_panels = -(-num_columns // PANEL)
     x_stride, out_stride = num_heads * depth, num_heads * num_columns
     for row in range(0, num_rows, most):
         rows = min(most, num_rows - row)
         for panel in range(num_panels):
             x_at = row * x_stride + head * depth
-            multiply(x, x_at, x_stride, rows, panels, head * num_panels + panel, depth, acc)
+            multiply(
+                x, x_at, x_stride, rows, panels, head * num_panels + panel, depth, scratch, acc
+            )
             column = panel * PANEL
             count = min(PANEL, num_columns - column)
             for r in range(rows):

@@ -18,6 +18,7 @@ from expertmesh_kernels.cpu.block import (
     gather_row,
     multiply,
     new_rows,
+    new_scratch,
     packed_depth,
     panel_size,
     put_rounded,
@@ -65,7 +66,8 @@ def grouped_mlp(
         rows_N: Row of each pair.
         experts_N: Expert of each pair.
         table_EA: See `GATE_UP`.
-        like: An empty array of the type of the packed weights.
+        like: The first bytes of packed weights if they describe themselves, else an empty array
+            of their type.
         width: I.
         kind: Of the activation; see `expertmesh_kernels.cpu.activation`.
         alpha: Of the activation.
@@ -231,15 +233,15 @@ def _gate_up_chunk(
     bias = _bias_at(table_EA[expert, GATE_UP_BIAS], 2 * width)
     first = (chunk % chunks) * per_chunk
     last = min(first + per_chunk, num_panels)
-    most = block_rows(like)
-    acc = np.empty(most * PANEL, np.float32)
+    begin, end = starts_E[expert], starts_E[expert + 1]
+    most = min(block_rows(like), end - begin)
+    acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(like)
     gated = np.empty((most, HALF), np.float32)
-    end = starts_E[expert + 1]
-    for row in range(starts_E[expert], end, most):
+    for row in range(begin, end, most):
         rows = min(most, end - row)
         begin_rows(like, rows)
         for panel in range(first, last):
-            multiply(x, row * depth, depth, rows, panels, panel, depth, acc)
+            multiply(x, row * depth, depth, rows, panels, panel, depth, scratch, acc)
             column = panel * HALF
             biased = min(HALF, width - column)
             for r in range(rows if bias.size > 0 else 0):
@@ -276,14 +278,14 @@ def _down_chunk(
     bias = _bias_at(table_EA[expert, DOWN_BIAS], hidden)
     first = (chunk % chunks) * per_chunk
     last = min(first + per_chunk, num_panels)
-    most = block_rows(like)
-    acc = np.empty(most * PANEL, np.float32)
-    end = starts_E[expert + 1]
-    for row in range(starts_E[expert], end, most):
+    begin, end = starts_E[expert], starts_E[expert + 1]
+    most = min(block_rows(like), end - begin)
+    acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(like)
+    for row in range(begin, end, most):
         rows = min(most, end - row)
         begin_rows(like, rows)
         for panel in range(first, last):
-            multiply(act, row * depth, depth, rows, panels, panel, depth, acc)
+            multiply(act, row * depth, depth, rows, panels, panel, depth, scratch, acc)
             column = panel * PANEL
             count = min(PANEL, hidden - column)
             for r in range(rows):

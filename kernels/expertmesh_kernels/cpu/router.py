@@ -80,7 +80,7 @@ def _gate_chunk(
     acc = np.empty(_ROWS * PANEL, np.float32)
     logits = np.empty((rows, num_experts), np.float32)
     for panel in range(-(-num_experts // PANEL)):
-        multiply(wide, 0, depth, rows, panels, panel, depth, acc)
+        multiply(wide, 0, depth, rows, panels, panel, depth, None, acc)
         column = panel * PANEL
         for r in range(rows):
             for c in range(min(PANEL, num_experts - column)):

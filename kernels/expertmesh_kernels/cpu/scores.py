@@ -71,7 +71,7 @@ def score_panels(
         if num_queries > most:  # else the only block is begun already
             begin_rows(keys, rows)
         for panel in range(num_panels):
-            multiply(queries, m * depth, depth, rows, keys, panel, depth, acc)
+            multiply(queries, m * depth, depth, rows, keys, panel, depth, None, acc)
             for r in range(rows):
                 at = (m + r) * room + column + panel * PANEL
                 target = raw[at : at + PANEL]
@@ -269,7 +269,7 @@ def _weigh_tiles(
             if num_queries > most:
                 begin_rows(form, rows)
             target = acc[column * num_queries + m * PANEL :]
-            multiply(weights, m * room, room, rows, values, 0, depth, target)
+            multiply(weights, m * room, room, rows, values, 0, depth, None, target)
         for m in range(num_queries if num_queries > span.group else 0):
             at = column * num_queries + m * PANEL
             low, high = visible_keys(span, m // span.group)
@@ -277,7 +277,7 @@ def _weigh_tiles(
                 load_values(pool, pages, head, table, span.begin, (low, high), columns, values)
                 own_depth = -(-(high - span.begin) // STEP) * STEP
                 begin_rows(form, 1)
-                multiply(weights, m * room, room, 1, values, 0, own_depth, acc[at:])
+                multiply(weights, m * room, room, 1, values, 0, own_depth, None, acc[at:])
                 begin_rows(form, min(most, num_queries))
 
 

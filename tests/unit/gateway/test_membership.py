@@ -249,6 +249,11 @@ def wrong_dtype(state: pb.WatchResponse) -> None:
     state.model.dtype = pb.DTYPE_BFLOAT16
 
 
+def wrong_expert_dtype(state: pb.WatchResponse) -> None:
+    """Experts quantised on load."""
+    state.model.expert_dtype = "int8 per channel"
+
+
 def few_credits(state: pb.WatchResponse) -> None:
     """Less room than the largest step needs."""
     state.row_credits = 1
@@ -268,6 +273,10 @@ def unknown_expert(state: pb.WatchResponse) -> None:
             "it serves model other (ffffffffffffffff), this gateway tiny (0001020304050607)",
         ),
         (wrong_dtype, "it has dtype bfloat16, this gateway float32"),
+        (
+            wrong_expert_dtype,
+            "it has experts in int8 per channel, this gateway in float32 (--expert-dtype of both)",
+        ),
         (
             few_credits,
             "it grants 1 row credits, fewer than the 64 tokens of a step "

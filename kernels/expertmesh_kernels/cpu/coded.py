@@ -1,0 +1,190 @@
+"""Products of rows with quantised weights, which are decoded a slice of features at a time.
+
+A slice of one panel is decoded into scratch that stays in the cache, multiplied with all rows of
+the block, and the sums are scaled and added up in FP32. So the cost of decoding is that of reading
+the codes, whatever the number of rows; and as slices depend on the weights alone, a row's bits do
+not depend on the block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertmesh.formats.coded import CodeName
+from expertmesh_kernels.cpu import amx
+from expertmesh_kernels.cpu.codes import (
+    CODE_BITS,
+    HEADER_BYTES,
+    add_scaled,
+    codes_of,
+    decode,
+    group_overhead,
+    stored_group,
+)
+from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
+
+BLOCK_ROWS = 192
+"""Rows that share the decoding of a panel: enough that it costs little beside their products."""
+SLICE = 256
+"""Most features that are decoded at a time: 32 KiB in bfloat16, 64 in FP32."""
+
+_CONFIGS = amx.tile_configs()
+_AMX_ROWS = amx.ROWS
+_TILE_ROWS = amx.TILE_ROWS
+_STEP = amx.STEP
+_ALIGNMENT = 64
+
+Scratch = tuple[NDArray[Any], NDArray[np.float32]]
+
+
+def is_coded(panels: Any) -> bool:
+    """Whether the weights are quantised, by their Numba type."""
+    return codes_of(panels.dtype) is not None
+
+
+def is_coded_tiles(panels: Any) -> bool:
+    """Whether they are, and multiplied on tiles."""
+    found = codes_of(panels.dtype)
+    return found is not None and found[1]
+
+
+def coded_panel_size(panels: Any) -> Any:
+    """`block.panel_size` for these codes."""
+    bits, overhead = _sizes(panels)
+
+    def size(panels: Any, depth: int) -> int:
+        return _panel_bytes(depth, group_size(panels, depth), bits, overhead)
+
+    return size
+
+
+def _sizes(panels: Any) -> tuple[int, int]:
+    """Bits of a code and bytes of a group before its codes."""
+    found = codes_of(panels.dtype)
+    assert found is not None
+    codes: CodeName = found[0]
+    return CODE_BITS[codes], group_overhead(codes)
+
+
+@njit
+def _panel_bytes(depth: int, group: int, bits: int, overhead: int) -> int:
+    return HEADER_BYTES + -(-depth // group) * overhead + depth * PANEL * bits // 8
+
+
+@njit
+def group_size(panels: NDArray[np.void], depth: int) -> int:
+    """Features that share a scale."""
+    group = stored_group(panels)
+    return group if group > 0 else depth
+
+
+def new_tile_scratch(panels: Any) -> Scratch:
+    """Pairs of bfloat16 of a slice, and the sums of 32 rows."""
+    return aligned(np.empty(SLICE * PANEL // 2 + 16, np.uint32)), np.empty(
+        _AMX_ROWS * PANEL, np.float32
+    )
+
+
+def new_chain_scratch(panels: Any) -> Scratch:
+    """FP32 of a slice, and the sums of 6 rows."""
+    return aligned(np.empty(SLICE * PANEL + 16, np.float32)), np.empty(MAX_ROWS * PANEL, np.float32)
+
+
+@njit
+def aligned(words: NDArray[Any]) -> NDArray[Any]:
+    """All but up to 15 words of 4 bytes, from the start of a cache line."""
+    first = (-words.ctypes.data % _ALIGNMENT) // 4
+    return words[first:]
+
+
+def multiply_tiles(panels: Any) -> Any:
+    """`block.multiply` on tiles, which are configured for `min(rows, 32)`."""
+    bits, overhead = _sizes(panels)
+
+    def multiply(
+        x: Any,
+        x_at: int,
+        x_stride: int,
+        rows: int,
+        panels: Any,
+        panel: int,
+        depth: int,
+        scratch: Any,
+        acc: Any,
+    ) -> None:
+        weights, partial = scratch
+        clear(acc, rows * PANEL)
+        group = group_size(panels, depth)
+        codes_at = panel * _panel_bytes(depth, group, bits, overhead) + HEADER_BYTES
+        configured = min(rows, _AMX_ROWS)
+        for first in range(0, depth, group):
+            group_at = codes_at
+            codes_at += overhead
+            end = min(first + group, depth)
+            for start in range(first, end, SLICE):
+                steps = min(SLICE, end - start) // _STEP
+                decode(panels, group_at, codes_at, steps, weights)
+                codes_at += steps * _STEP * PANEL * bits // 8
+                for row in range(0, rows, _AMX_ROWS):
+                    count = min(_AMX_ROWS, rows - row)
+                    if count != configured:
+                        amx.configure(_CONFIGS, count)
+                        configured = count
+                    row_at = x_at + row * x_stride + start
+                    if count <= _TILE_ROWS:
+                        amx.few_near(x, row_at, x_stride, weights, 0, steps, partial)
+                    else:
+                        amx.many_rows(x, row_at, x_stride, weights, 0, steps, partial)
+                    add_scaled(panels, group_at, partial, count, acc, row * PANEL)
+        if configured != min(rows, _AMX_ROWS):
+            amx.configure(_CONFIGS, min(rows, _AMX_ROWS))
+
+    return multiply
+
+
+def multiply_chains(panels: Any) -> Any:
+    """`block.multiply` with FP32 chains, one for each slice."""
+    bits, overhead = _sizes(panels)
+
+    def multiply(
+        x: Any,
+        x_at: int,
+        x_stride: int,
+        rows: int,
+        panels: Any,
+        panel: int,
+        depth: int,
+        scratch: Any,
+        acc: Any,
+    ) -> None:
+        weights, partial = scratch
+        clear(acc, rows * PANEL)
+        group = group_size(panels, depth)
+        codes_at = panel * _panel_bytes(depth, group, bits, overhead) + HEADER_BYTES
+        for first in range(0, depth, group):
+            group_at = codes_at
+            codes_at += overhead
+            end = min(first + group, depth)
+            for start in range(first, end, SLICE):
+                features = min(SLICE, end - start)
+                decode(panels, group_at, codes_at, features // _STEP, weights)
+                codes_at += features * PANEL * bits // 8
+                for row in range(0, rows, MAX_ROWS):
+                    count = min(MAX_ROWS, rows - row)
+                    row_at = x_at + row * x_stride + start
+                    clear(partial, count * PANEL)
+                    run_tile(count, x, row_at, x_stride, weights, 0, features, partial, 0)
+                    add_scaled(panels, group_at, partial, count, acc, row * PANEL)
+
+    return multiply
+
+
+@njit
+def clear(acc: NDArray[np.float32], count: int) -> None:
+    """acc[:count] = 0."""
+    for i in range(count):
+        acc[i] = np.float32(0.0)
