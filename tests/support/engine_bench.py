@@ -11,6 +11,7 @@ from typing import Any
 
 from expertmesh.settings import EngineSettings
 from gateway.engine.engine import Engine
+from gateway.engine.engine_load import EngineCounters
 from gateway.engine.engine_observer import EngineObserver
 from gateway.engine.scheduler_limits import SchedulerLimits
 from gateway.sequence import (
@@ -134,8 +135,8 @@ class Bench:
 
     def load(self) -> EngineStats:
         """Load without the counters of what happened."""
-        stats = self.engine.stats()
-        return replace(stats, num_preemptions=0, num_prefix_queried=0, num_prefix_hit=0)
+        counters = [*vars(EngineCounters()), "num_prefix_queried", "num_prefix_hit"]
+        return replace(self.engine.stats(), **dict.fromkeys(counters, 0))
 
     async def until_ready(self, expected: bool) -> None:
         """Waits until the engine is ready, or is not."""
