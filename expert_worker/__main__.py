@@ -70,12 +70,13 @@ def _reader(kind: type, name: str) -> typing.Callable[[str], object]:
 
 
 def _serve(settings: ExpertWorkerSettings, metrics_port: int | None, stopping: StopRequest) -> None:
-    logger.info("kernels use %s", settle(settings.threads, settings.cores))
+    share = settle(settings.threads, settings.cores)
     checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
     parse_experts(settings.experts, checkpoint.config.num_experts)  # refused at once if wrong
     from expert_worker.worker import ExpertWorker  # torch: settings are checked before it
 
     worker = ExpertWorker(settings, metrics_port)
+    logger.info("kernels use %s", share)  # after what can be refused: an error is all that is said
     stopping.orderly()
     try:
         if worker.load(stopping):
