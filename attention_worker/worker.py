@@ -130,7 +130,9 @@ def _experts(
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
-    return LocalExperts(store), NoMapUser()
+    local = LocalExperts(store)
+    local.warm_up()
+    return local, NoMapUser()
 
 
 def _wire_dtype(settings: AttentionWorkerSettings, dtype: DtypeName) -> WireDtype:

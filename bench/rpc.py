@@ -30,6 +30,7 @@ import torch
 from attention_worker.experts import RemoteExperts
 from bench.rpc_wire import CREDITS, ECHO, INCARNATION, SIZES, demo_folder
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.errors import ExpertUnavailableError
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry, expert_share
 from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.router import Routing
@@ -212,7 +213,7 @@ def _wait_until_up(mesh: Mesh) -> None:
     while True:
         try:
             return mesh.call(8)()
-        except Exception:
+        except ExpertUnavailableError:
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.05)

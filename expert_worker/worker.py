@@ -123,7 +123,6 @@ class ExpertWorker:
             thread.join(2.0)
 
     def _warm_up(self) -> None:
-        """Compiles the kernels of a call for this dtype and device before there is one."""
+        """Compiles the kernels of calls before there is one; formats of layers may differ."""
         for layer, held in self.store.residency().items():
             self.server.warm_up(layer, held.resident[0])
-            return

@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from expertmesh.wire_encode import LENGTH, Parts
 
@@ -64,18 +65,16 @@ def connect(host: str, port: int, token: bytes, timeout_s: float) -> socket.sock
     Raises:
         OSError: There is none; `DirectConnectionError` if the other end knows no such token.
     """
-    opened = socket.create_connection((host, port), timeout_s)
-    try:
+    with ExitStack() as on_failure:
+        opened = on_failure.enter_context(socket.create_connection((host, port), timeout_s))
         tune(opened)
         opened.sendall(token)
         answer = receive_exactly(opened, len(MAGIC))
         if answer != MAGIC:
             raise DirectConnectionError(f"port {port} answered {answer!r}, expected {MAGIC!r}")
         opened.setblocking(False)
-    except BaseException:
-        opened.close()
-        raise
-    return opened
+        on_failure.pop_all()
+        return opened
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:

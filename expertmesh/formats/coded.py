@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ from expertmesh.host_tensor import Float32
 
 Bytes = npt.NDArray[np.uint8]
 CodeName = Literal["int8", "int4", "fp8", "mxfp4"]
-CODE_NAMES: tuple[CodeName, ...] = get_args(CodeName)
 
 INT4_ZERO = 8
 """The code of int4 that stands for 0 where there are no zero points."""

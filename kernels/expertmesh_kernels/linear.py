@@ -22,15 +22,13 @@ from expertmesh_kernels.cpu.amx import STEP
 from expertmesh_kernels.cpu.codes import HEADER_BYTES, stored_type
 from expertmesh_kernels.cpu.features import has_amx
 from expertmesh_kernels.cpu.linear import linear as cpu_linear
-from expertmesh_kernels.cpu.tile import PANEL
+from expertmesh_kernels.cpu.tile import HALF_PANEL, PANEL
 from expertmesh_kernels.cpu.weight_memory import weight_memory
 from expertmesh_kernels.host import LIKE, as_array
 from expertmesh_kernels.packed_codes import pack_codes, unpack_codes
 
 NO_BIAS = np.empty(0, np.float32)
 """As CPU kernels take it."""
-
-_HALF = PANEL // 2
 
 Format = Literal["panels", "tiles"]
 """panels: [P, K, C], C = 64 on CPU, one panel elsewhere. tiles: for AMX, see `cpu.amx`. Codes are
@@ -69,7 +67,7 @@ class PackedLinear:
         columns = panels.transpose(0, 1).reshape(depth, -1)[: self.in_features]
         if not self.paired:
             return columns[:, : self.out_features]
-        pairs = columns.view(len(columns), -1, 2, _HALF).transpose(1, 2)
+        pairs = columns.view(len(columns), -1, 2, HALF_PANEL).transpose(1, 2)
         halves = pairs.reshape(len(columns), 2, -1)[:, :, : self.out_features // 2]
         return halves.reshape(len(columns), -1)
 

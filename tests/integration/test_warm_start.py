@@ -27,7 +27,7 @@ def _ask_everything(api: Api) -> None:
         assert [answer.status for answer in answers] == [200] * len(bodies)
 
 
-@pytest.mark.parametrize("expert_workers", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("expert_workers", [0, 1])
 def test_nothing_is_compiled_twice_or_late(text_model: Path, expert_workers: int) -> None:
     """Once there was a start, the next one compiles nothing; a request never does, nor does it
     look for kernels."""

@@ -20,7 +20,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu import amx, coded
-from expertmesh_kernels.cpu.jit import chosen_by_types, njit
+from expertmesh_kernels.cpu.jit import chosen_by_types
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
 from expertmesh_kernels.cpu.storage import widen_into
 from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
@@ -158,127 +158,100 @@ def _new_rows(panels: Any, size: Any) -> Any:
 
 @chosen_by_types(gather_row)
 def _gather_row(source: Any, target: Any) -> Any:
-    if source.dtype == target.dtype:
+    return _copy_row if source.dtype == target.dtype else _widen_row
 
-        def copy(source: Any, target: Any) -> None:
-            for i in range(source.size):
-                target[i] = source[i]
-            for i in range(source.size, target.size):
-                target[i] = 0
 
-        return copy
+def _copy_row(source: NDArray[np.generic], target: NDArray[np.generic]) -> None:
+    for i in range(source.size):
+        target[i] = source[i]
+    for i in range(source.size, target.size):
+        target[i] = 0
 
-    def convert(source: Any, target: Any) -> None:
-        for i in range(source.size):
-            target[i] = widen(source[i])
-        for i in range(source.size, target.size):
-            target[i] = np.float32(0.0)
 
-    return convert
+def _widen_row(source: NDArray[np.generic], target: NDArray[np.float32]) -> None:
+    for i in range(source.size):
+        target[i] = widen(source[i])
+    for i in range(source.size, target.size):
+        target[i] = np.float32(0.0)
 
 
 @chosen_by_types(put_rounded)
 def _put_rounded(value: Any, like: Any, target: Any, at: Any) -> Any:
-    if target.dtype == types.float32:
+    return _put_wide if target.dtype == types.float32 else _put_narrow
 
-        def put_wide(value: Any, like: Any, target: Any, at: int) -> None:
-            target[at] = widen(narrow_like(value, like))
 
-        return put_wide
+def _put_wide(
+    value: np.float32, like: NDArray[np.generic], target: NDArray[np.float32], at: int
+) -> None:
+    target[at] = widen(narrow_like(value, like))
 
-    def put(value: Any, like: Any, target: Any, at: int) -> None:
-        target[at] = narrow_like(value, target)
 
-    return put
+def _put_narrow(
+    value: np.float32, like: NDArray[np.generic], target: NDArray[np.generic], at: int
+) -> None:
+    target[at] = narrow_like(value, target)
 
 
 @chosen_by_types(begin_rows)
 def _begin_rows(panels: Any, rows: Any) -> Any:
-    if _is_tiles(panels):
+    return _configure if _is_tiles(panels) else lambda panels, rows: None
 
-        def configure(panels: Any, rows: int) -> None:
-            amx.configure(_CONFIGS, min(rows, _AMX_ROWS))
 
-        return configure
-    return lambda panels, rows: None
+def _configure(panels: NDArray[np.generic], rows: int) -> None:
+    amx.configure(_CONFIGS, min(rows, _AMX_ROWS))
 
 
 @chosen_by_types(end_rows)
 def _end_rows(panels: Any) -> Any:
-    if _is_tiles(panels):
+    return _release if _is_tiles(panels) else lambda panels: None
 
-        def release(panels: Any) -> None:
-            amx.release()
 
-        return release
-    return lambda panels: None
+def _release(panels: NDArray[np.generic]) -> None:
+    amx.release()
 
 
 @chosen_by_types(multiply)
 def _multiply(
-    x: Any,
-    x_at: Any,
-    x_stride: Any,
-    rows: Any,
-    panels: Any,
-    panel: Any,
-    depth: Any,
-    scratch: Any,
+    x: Any, x_at: Any, x_stride: Any, rows: Any, panels: Any, panel: Any, depth: Any, scratch: Any,
     acc: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     if coded.is_coded(panels):
-        kind = coded.multiply_tiles if _is_tiles(panels) else coded.multiply_chains
-        return kind(panels)
-    if _is_tiles(panels):
-
-        def tiles(
-            x: Any,
-            x_at: int,
-            x_stride: int,
-            rows: int,
-            panels: Any,
-            panel: int,
-            depth: int,
-            scratch: Any,
-            acc: Any,
-        ) -> None:
-            panel_at = panel * depth * (PANEL // 2)
-            if rows <= _TILE_ROWS:
-                amx.few_rows(x, x_at, x_stride, panels, panel_at, depth // _STEP, acc)
-            else:
-                amx.many_rows(x, x_at, x_stride, panels, panel_at, depth // _STEP, acc)
-
-        return tiles
-
-    def chains(
-        x: Any,
-        x_at: int,
-        x_stride: int,
-        rows: int,
-        panels: Any,
-        panel: int,
-        depth: int,
-        scratch: Any,
-        acc: Any,
-    ) -> None:
-        _run_chains(x, x_at, x_stride, rows, panels, panel * depth * PANEL, depth, acc)
-
-    return chains
+        return coded.multiply_coded(panels)
+    return _multiply_tiles if _is_tiles(panels) else _multiply_chains
 
 
-@njit
-def _run_chains(
+def _multiply_tiles(
+    x: NDArray[np.uint16],
+    x_at: int,
+    x_stride: int,
+    rows: int,
+    panels: NDArray[np.uint32],
+    panel: int,
+    depth: int,
+    scratch: None,
+    acc: NDArray[np.float32],
+) -> None:
+    panel_at = panel * depth * (PANEL // 2)
+    if rows <= _TILE_ROWS:
+        amx.few_rows(x, x_at, x_stride, panels, panel_at, depth // _STEP, acc)
+    else:
+        amx.many_rows(x, x_at, x_stride, panels, panel_at, depth // _STEP, acc)
+
+
+def _multiply_chains(
     x: NDArray[np.float32],
     x_at: int,
     x_stride: int,
     rows: int,
     panels: NDArray[np.generic],
-    panel_at: int,
+    panel: int,
     depth: int,
+    scratch: None,
     acc: NDArray[np.float32],
 ) -> None:
     """Tiles of up to 6 rows, one after the other."""
     acc[: rows * PANEL] = np.float32(0.0)
+    panel_at = panel * depth * PANEL
     is_wide = rows >= _WIDEN_FROM_ROWS and panels.itemsize < 4
     wide = np.empty(depth * PANEL if is_wide else 0, np.float32)
     if is_wide:

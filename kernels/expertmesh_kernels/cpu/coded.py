@@ -101,26 +101,26 @@ def aligned(words: NDArray[Any]) -> NDArray[Any]:
     return words[first:]
 
 
-def multiply_tiles(panels: Any) -> Any:
-    """`block.multiply` on tiles, which are configured for `min(rows, 32)`."""
+def multiply_coded(panels: Any) -> Any:
+    """`block.multiply`, on tiles that are configured for `min(rows, 32)` or in FP32 chains."""
     bits, overhead = _sizes(panels)
+    multiply_slice = _slice_on_tiles if is_coded_tiles(panels) else _slice_in_chains
 
     def multiply(
-        x: Any,
+        x: NDArray[Any],
         x_at: int,
         x_stride: int,
         rows: int,
-        panels: Any,
+        panels: NDArray[np.void],
         panel: int,
         depth: int,
-        scratch: Any,
-        acc: Any,
+        scratch: Scratch,
+        acc: NDArray[np.float32],
     ) -> None:
         weights, partial = scratch
         clear(acc, rows * PANEL)
         group = group_size(panels, depth)
         codes_at = panel * _panel_bytes(depth, group, bits, overhead) + HEADER_BYTES
-        configured = min(rows, _AMX_ROWS)
         for first in range(0, depth, group):
             group_at = codes_at
             codes_at += overhead
@@ -129,58 +129,62 @@ def multiply_tiles(panels: Any) -> Any:
                 steps = min(SLICE, end - start) // _STEP
                 decode(panels, group_at, codes_at, steps, weights)
                 codes_at += steps * _STEP * PANEL * bits // 8
-                for row in range(0, rows, _AMX_ROWS):
-                    count = min(_AMX_ROWS, rows - row)
-                    if count != configured:
-                        amx.configure(_CONFIGS, count)
-                        configured = count
-                    row_at = x_at + row * x_stride + start
-                    if count <= _TILE_ROWS:
-                        amx.few_near(x, row_at, x_stride, weights, 0, steps, partial)
-                    else:
-                        amx.many_rows(x, row_at, x_stride, weights, 0, steps, partial)
-                    add_scaled(panels, group_at, partial, count, acc, row * PANEL)
-        if configured != min(rows, _AMX_ROWS):
-            amx.configure(_CONFIGS, min(rows, _AMX_ROWS))
+                multiply_slice(
+                    x, x_at + start, x_stride, rows, weights, steps, partial, panels, group_at, acc
+                )
 
     return multiply
 
 
-def multiply_chains(panels: Any) -> Any:
-    """`block.multiply` with FP32 chains, one for each slice."""
-    bits, overhead = _sizes(panels)
+@njit
+def _slice_on_tiles(
+    x: NDArray[np.uint16],
+    x_at: int,
+    x_stride: int,
+    rows: int,
+    weights: NDArray[np.uint32],
+    steps: int,
+    partial: NDArray[np.float32],
+    panels: NDArray[np.void],
+    group_at: int,
+    acc: NDArray[np.float32],
+) -> None:
+    """acc += scale * (rows times decoded features), 32 rows at a time."""
+    most = min(rows, _AMX_ROWS)
+    for row in range(0, rows, _AMX_ROWS):
+        count = min(_AMX_ROWS, rows - row)
+        if count != most:
+            amx.configure(_CONFIGS, count)
+        row_at = x_at + row * x_stride
+        if count <= _TILE_ROWS:
+            amx.few_near(x, row_at, x_stride, weights, 0, steps, partial)
+        else:
+            amx.many_rows(x, row_at, x_stride, weights, 0, steps, partial)
+        add_scaled(panels, group_at, partial, count, acc, row * PANEL)
+    if rows % most > 0:
+        amx.configure(_CONFIGS, most)
 
-    def multiply(
-        x: Any,
-        x_at: int,
-        x_stride: int,
-        rows: int,
-        panels: Any,
-        panel: int,
-        depth: int,
-        scratch: Any,
-        acc: Any,
-    ) -> None:
-        weights, partial = scratch
-        clear(acc, rows * PANEL)
-        group = group_size(panels, depth)
-        codes_at = panel * _panel_bytes(depth, group, bits, overhead) + HEADER_BYTES
-        for first in range(0, depth, group):
-            group_at = codes_at
-            codes_at += overhead
-            end = min(first + group, depth)
-            for start in range(first, end, SLICE):
-                features = min(SLICE, end - start)
-                decode(panels, group_at, codes_at, features // _STEP, weights)
-                codes_at += features * PANEL * bits // 8
-                for row in range(0, rows, MAX_ROWS):
-                    count = min(MAX_ROWS, rows - row)
-                    row_at = x_at + row * x_stride + start
-                    clear(partial, count * PANEL)
-                    run_tile(count, x, row_at, x_stride, weights, 0, features, partial, 0)
-                    add_scaled(panels, group_at, partial, count, acc, row * PANEL)
 
-    return multiply
+@njit
+def _slice_in_chains(
+    x: NDArray[np.float32],
+    x_at: int,
+    x_stride: int,
+    rows: int,
+    weights: NDArray[np.float32],
+    steps: int,
+    partial: NDArray[np.float32],
+    panels: NDArray[np.void],
+    group_at: int,
+    acc: NDArray[np.float32],
+) -> None:
+    """The same with chains over the features of the slice, 6 rows at a time."""
+    for row in range(0, rows, MAX_ROWS):
+        count = min(MAX_ROWS, rows - row)
+        clear(partial, count * PANEL)
+        row_at = x_at + row * x_stride
+        run_tile(count, x, row_at, x_stride, weights, 0, steps * _STEP, partial, 0)
+        add_scaled(panels, group_at, partial, count, acc, row * PANEL)
 
 
 @njit

@@ -29,10 +29,8 @@ from expertmesh_kernels.cpu.linear import add_bias, panels_per_chunk
 from expertmesh_kernels.cpu.memory import FLOATS, array_at
 from expertmesh_kernels.cpu.storage import narrow_into
 from expertmesh_kernels.cpu.team import parallel_for
-from expertmesh_kernels.cpu.tile import PANEL
+from expertmesh_kernels.cpu.tile import HALF_PANEL, PANEL
 
-HALF = PANEL // 2
-"""Columns of the gate, and as many of up, in a panel of gate and up."""
 GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, NUM_PARTS = 0, 1, 2, 3, 4
 """Columns of a table of experts: addresses of what they consist of, 0 for what they lack."""
 _GATHERED_ROWS = 64
@@ -90,7 +88,7 @@ def grouped_mlp(
         _gather_chunk, (x_RH, rows_N, order_N, depth, x), _ceil_div(num_pairs, _GATHERED_ROWS)
     )
     per_chunk = panels_per_chunk(like, depth)
-    chunks = _ceil_div(_ceil_div(width, HALF), per_chunk)
+    chunks = _ceil_div(_ceil_div(width, HALF_PANEL), per_chunk)
     parallel_for(
         _gate_up_chunk,
         (
@@ -228,7 +226,7 @@ def _gate_up_chunk(
     """Activations of one expert's rows, for some panels, in the order of experts."""
     starts_E, used_U, table_EA = groups
     expert = used_U[chunk // chunks]
-    num_panels = _ceil_div(width, HALF)
+    num_panels = _ceil_div(width, HALF_PANEL)
     panels = array_at(table_EA[expert, GATE_UP], num_panels * panel_size(like, depth), like)
     bias = _bias_at(table_EA[expert, GATE_UP_BIAS], 2 * width)
     first = (chunk % chunks) * per_chunk
@@ -236,20 +234,20 @@ def _gate_up_chunk(
     begin, end = starts_E[expert], starts_E[expert + 1]
     most = min(block_rows(like), end - begin)
     acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(like)
-    gated = np.empty((most, HALF), np.float32)
+    gated = np.empty((most, HALF_PANEL), np.float32)
     for row in range(begin, end, most):
         rows = min(most, end - row)
         begin_rows(like, rows)
         for panel in range(first, last):
             multiply(x, row * depth, depth, rows, panels, panel, depth, scratch, acc)
-            column = panel * HALF
-            biased = min(HALF, width - column)
+            column = panel * HALF_PANEL
+            biased = min(HALF_PANEL, width - column)
             for r in range(rows if bias.size > 0 else 0):
                 add_bias(acc, r * PANEL, biased, bias, column)
-                add_bias(acc, r * PANEL + HALF, biased, bias, width + column)
+                add_bias(acc, r * PANEL + HALF_PANEL, biased, bias, width + column)
             gate_up = acc.reshape((most, PANEL))[:rows]
             gated_activation(gate_up, kind, alpha, limit, gated[:rows])
-            count = min(HALF, act_depth - column)
+            count = min(HALF_PANEL, act_depth - column)
             for r in range(rows):
                 at = (row + r) * act_depth + column
                 for c in range(count):

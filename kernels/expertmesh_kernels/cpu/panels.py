@@ -17,6 +17,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.amx import STEP
 from expertmesh_kernels.cpu.jit import chosen_by_types, njit
 from expertmesh_kernels.cpu.pages import Pages, keys_of, values_of
 from expertmesh_kernels.cpu.pairs import pair_strip
@@ -24,8 +25,6 @@ from expertmesh_kernels.cpu.primitives import widen
 from expertmesh_kernels.cpu.storage import widen_block
 from expertmesh_kernels.cpu.tile import PANEL, transpose_strip
 
-STEP = 32
-"""Keys or dimensions of a step of AMX."""
 _LANES = 16
 _TILE = 256  # pairs of a tile: 16 rows of 16 columns
 _STEP_PAIRS = 4 * _TILE

@@ -14,10 +14,11 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.amx import STEP
 from expertmesh_kernels.cpu.block import begin_rows, block_rows, multiply, panel_size
 from expertmesh_kernels.cpu.jit import chosen_by_types, njit
 from expertmesh_kernels.cpu.pages import Pages
-from expertmesh_kernels.cpu.panels import STEP, load_values
+from expertmesh_kernels.cpu.panels import load_values
 from expertmesh_kernels.cpu.primitives import exp, float_bits, tanh
 from expertmesh_kernels.cpu.softmax import soften
 from expertmesh_kernels.cpu.storage import lane_max, lane_sum

@@ -23,6 +23,8 @@ cgutils: Any = untyped_cgutils
 
 PANEL = 64
 """Columns of a panel."""
+HALF_PANEL = PANEL // 2
+"""Columns of the gate, and as many of up, in a panel of gate and up."""
 MAX_ROWS = 6
 """Rows of the largest tile: 24 accumulator vectors of 16 lanes, of the 32 registers of AVX-512."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -113,8 +112,3 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
     """Blocks for the worst distribution: every expert that can have pairs has one of them alone."""
     busy = min(num_pairs, num_experts)
     return busy + (num_pairs - busy) // block_m
-
-
-def as_expert_ids(ids: Tensor) -> Tensor:
-    """Expert ids as the sort takes them."""
-    return ids.to(torch.int32).contiguous().view(-1)
