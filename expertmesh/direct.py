@@ -16,12 +16,18 @@ import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import numpy as np
+import numpy.typing as npt
+
 from expertmesh.wire_encode import LENGTH, Parts
 
 METADATA_KEY = "expertmesh-direct"
 TOKEN_BYTES = 16
 MAGIC = b"EMX1"
 """What an expert worker answers to a token that it knows."""
+
+BUFFER_ADDRESS, BUFFER_SIZE, BUFFER_USED = 0, 1, 2
+"""Words of a `FrameReader`; compiled code knows these numbers."""
 
 _BUFFER_BYTES = 256 * 1024
 _SEND_TIMEOUT_S = 30  # of a peer that takes nothing while we wait
@@ -108,6 +114,9 @@ def send_parts(connection: socket.socket, parts: Parts) -> None:
 class FrameReader:
     """Frames out of what a connection received. One thread.
 
+    Compiled code may read and take frames as well: it finds the buffer by `words`. What it leaves
+    is handed out by the next `receive`, without a read if a message is complete already.
+
     Args:
         connection: Blocking or not.
         max_message_bytes: Longest message that is taken.
@@ -116,46 +125,63 @@ class FrameReader:
     def __init__(self, connection: socket.socket, max_message_bytes: int) -> None:
         self._connection = connection
         self._max_message_bytes = max_message_bytes
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._used = 0
+        self.words: npt.NDArray[np.int64] = np.zeros(3, np.int64)
+        """At `BUFFER_ADDRESS`, `BUFFER_SIZE` and `BUFFER_USED`; the buffer begins with a frame."""
+        self._set_buffer(np.empty(_BUFFER_BYTES, np.uint8))
 
     def receive(self) -> Sequence[bytes]:
-        """The messages that are complete after one more read, often none or one.
+        """The messages that are complete, after one more read if none is; often none or one.
 
         Raises:
             DirectConnectionError: The peer closed the connection, or announced too long a message.
             BlockingIOError: There is nothing to read.
             OSError: The connection is lost.
         """
-        count = self._connection.recv_into(memoryview(self._buffer)[self._used :])
+        if messages := self._take():
+            return messages
+        used = self._used
+        count = self._connection.recv_into(self._view[used:])
         if not count:
             raise DirectConnectionError("the connection was closed")
-        self._used += count
+        self.words[BUFFER_USED] = used + count
+        return self._take()
+
+    @property
+    def _used(self) -> int:
+        return int(self.words[BUFFER_USED])
+
+    def _set_buffer(self, buffer: npt.NDArray[np.uint8]) -> None:
+        self._buffer, self._view = buffer, memoryview(buffer.data)
+        self.words[BUFFER_ADDRESS], self.words[BUFFER_SIZE] = buffer.ctypes.data, buffer.size
+
+    def _take(self) -> Sequence[bytes]:
+        """The messages that are complete; makes room for the rest of the next."""
+        used = self._used
         messages: list[bytes] = []
         at = 0
-        while (end := self._end_of_frame(at)) and end <= self._used:
-            messages.append(bytes(memoryview(self._buffer)[at + LENGTH.size : end]))
+        while (end := self._end_of_frame(at, used)) and end <= used:
+            messages.append(bytes(self._view[at + LENGTH.size : end]))
             at = end
-        self._keep_from(at, end)
+        self._keep(at, used, end - at)
         return messages
 
-    def _end_of_frame(self, at: int) -> int:
+    def _end_of_frame(self, at: int, used: int) -> int:
         """Where the frame at `at` ends; 0 if that is not known yet."""
-        if self._used - at < LENGTH.size:
+        if used - at < LENGTH.size:
             return 0
-        (length,) = LENGTH.unpack_from(self._buffer, at)
+        (length,) = LENGTH.unpack_from(self._view, at)
         if length > self._max_message_bytes:
             raise DirectConnectionError(
                 f"a message of {length} bytes, expected at most {self._max_message_bytes}"
             )
         return at + LENGTH.size + int(length)
 
-    def _keep_from(self, at: int, end: int) -> None:
-        """Moves an incomplete frame to the start, and makes room for all of it."""
-        if end - at > len(self._buffer):
-            larger = bytearray(end - at)
-            larger[: self._used - at] = memoryview(self._buffer)[at : self._used]
-            self._buffer = larger
-        elif at and at < self._used:
-            self._buffer[: self._used - at] = self._buffer[at : self._used]
-        self._used -= at
+    def _keep(self, at: int, used: int, frame_size: int) -> None:
+        """Moves the bytes from `at` to the start, and makes room for the frame that they begin."""
+        begun = self._buffer[at:used]
+        is_too_small = frame_size > self._buffer.size
+        if is_too_small:
+            self._set_buffer(np.empty(frame_size, np.uint8))
+        if at or is_too_small:
+            self._buffer[: begun.size] = begun  # NumPy takes care of overlaps
+        self.words[BUFFER_USED] = used - at

@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertmesh import wire
-from expertmesh.direct import DirectConnectionError, FrameReader, read_offer, send_parts
+from expertmesh.direct import (
+    BUFFER_SIZE,
+    BUFFER_USED,
+    DirectConnectionError,
+    FrameReader,
+    read_offer,
+    send_parts,
+)
 from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import WireDtype
@@ -164,6 +171,29 @@ def test_frames_arrive_however_they_are_cut() -> None:
         while len(found) < len(messages):
             found += reader.receive()
         assert found == messages
+
+
+def test_frames_that_compiled_code_left() -> None:
+    """They are handed out without a read; one that the buffer cannot hold is read in a larger."""
+    ours, theirs = socket.socketpair()
+    long = bytes(range(256)) * 2**11
+    stream = b"".join(b"".join(frame_of(message)) for message in (b"one", b"two", long))
+    with ours, theirs:
+        ours.setblocking(False)
+        reader = FrameReader(ours, len(long))
+        size = int(reader.words[BUFFER_SIZE])
+        reader._view[:size] = stream[:size]
+        reader.words[BUFFER_USED] = size
+        assert reader.receive() == [b"one", b"two"]
+        theirs.setblocking(False)
+        found: list[bytes] = []
+        sent = size
+        while not found:
+            sent += theirs.send(stream[sent:])
+            found += reader.receive()
+        assert found == [long]
+        assert reader.words[BUFFER_SIZE] > size
+        assert reader.words[BUFFER_USED] == 0
 
 
 def test_frames_that_are_too_long_or_end() -> None:
