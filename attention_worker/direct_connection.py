@@ -1,14 +1,20 @@
 """The attention worker's end of a direct connection; see `expertmesh.direct`.
 
-Owner: an expert stream, under its lock. Nothing here waits but `open_direct`.
+Owner: an expert stream, under its lock, or an exchange, while the stream lets it. Nothing here
+waits but `open_direct`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from expertmesh.direct import METADATA_KEY, FrameReader, connect, read_offer
 from expertmesh.settings import split_address
@@ -20,6 +26,8 @@ _CONNECT_TIMEOUT_S = 0.5
 class DirectConnection:
     """Frames in both directions over one socket that never blocks.
 
+    Its descriptor stays ours until nobody refers to it: compiled code may be using it.
+
     Args:
         connection: Open and accepted.
         max_message_bytes: Longest reply.
@@ -29,6 +37,22 @@ class DirectConnection:
         self._socket = connection
         self._reader = FrameReader(connection, max_message_bytes)
         self._unsent: deque[memoryview] = deque()  # bounded: row credits bound what is in flight
+        weakref.finalize(self, connection.close)
+
+    @property
+    def descriptor(self) -> int:
+        """Of the socket."""
+        return self._socket.fileno()
+
+    @property
+    def reader_words(self) -> npt.NDArray[np.int64]:
+        """Where compiled code finds what was received; see `FrameReader`."""
+        return self._reader.words
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if the socket has not taken all frames yet."""
+        return bool(self._unsent)
 
     @property
     def interest(self) -> tuple[int, int]:
@@ -37,8 +61,12 @@ class DirectConnection:
 
     def send(self, frame: RequestFrame) -> None:
         """Sends what the socket takes at once; `flush` sends the rest. Raises OSError."""
-        self._unsent.append(frame.framed)
+        self.send_later(frame.framed)
         self.flush()
+
+    def send_later(self, data: memoryview) -> None:
+        """Leaves a frame, or the rest of one, to `flush`."""
+        self._unsent.append(data)
 
     def flush(self) -> None:
         """Sends more of what is left. Raises OSError."""
@@ -60,8 +88,9 @@ class DirectConnection:
             return ()
 
     def close(self) -> None:
-        """Ends it; the peer notices."""
-        self._socket.close()
+        """Ends it; the peer notices, and so does who waits for it."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def open_direct(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,15 @@ from expertmesh.placement import ExpertMap
 
 Tried = Mapping[int, set[int]]
 """Expert to the expert workers that failed it in this dispatch."""
+
+
+class LayerTable(NamedTuple):
+    """Where the rows of a layer go as long as all is well."""
+
+    worker_of_expert_E: npt.NDArray[np.int32]
+    """Index of the expert worker to ask for each expert."""
+    has_copies_E: npt.NDArray[np.bool_]
+    """Whether other expert workers hold the expert too."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,20 @@ class Routes:
                 return None
         table_E: npt.NDArray[np.int32] = self.expert_map.choice[slot]
         return table_E
+
+    @cached_property
+    def tables(self) -> Mapping[int, LayerTable]:
+        """Of the layers of which every expert has a copy."""
+        choice = self.expert_map.choice
+        has_copies = np.zeros(choice.shape, np.bool_)
+        slots = self.expert_map.layer_slots
+        for (layer, expert), workers in self.expert_map.holders.items():
+            has_copies[slots[layer], expert] = len(workers) > 1
+        return {
+            layer: LayerTable(choice[slot], has_copies[slot])
+            for layer, slot in slots.items()
+            if self._covered[slot]
+        }
 
     def choose(
         self, layer: int, experts: Sequence[int], tried: Tried, *, detail: str = ""

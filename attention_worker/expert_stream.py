@@ -3,7 +3,8 @@
 Threads: `expert-stream-ID` opens the stream, reads replies and opens it again after a failure;
 gRPC's own sender takes messages from the outbox; the model thread submits calls, never waits for
 the network, and reads the direct connection while it waits for outcomes. One lock guards the
-tables. `close` ends both threads.
+tables. `close` ends both threads. Between `open_exchange` and the next call that goes through here
+the model thread may use the direct connection in compiled code, without the lock.
 
     opening -> up -> down (all calls failed at once) -> up ...       usable unless down or refused
 """
@@ -11,24 +12,23 @@ tables. `close` ends both threads.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from attention_worker.calls import Call, Outcome, Unfinished
 from attention_worker.direct_connection import DirectConnection, open_direct
-from attention_worker.outcomes import Outcomes
+from attention_worker.link import Link
 from expertmesh.grpc_options import channel_options
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire_encode import CallId, RequestFrame
-from expertmesh_kernels.dispatch import WorkerRows
 
 logger = logging.getLogger(__name__)
 
@@ -41,37 +41,6 @@ REFUSED_S = 2.0  # until it is asked again; a map without it comes sooner, if it
 _FORWARD = "/expertmesh.v1.ExpertService/Forward"
 
 Outbox = queue.SimpleQueue[RequestFrame | None]  # bounded: row credits bound what is in flight
-
-
-@dataclass(eq=False)
-class Call:
-    """One ForwardRequest and where its outcome goes. The stream's lock guards what changes."""
-
-    call_id: CallId
-    frame: RequestFrame
-    rows: WorkerRows
-    """The part of the batch that it carries."""
-    limit_s: float
-    """When it counts as failed, on the monotonic clock."""
-    outcomes: Outcomes
-    """Of the dispatch that it belongs to."""
-    sent_s: float = 0.0
-    abandoned: bool = False
-    """Nobody waits for the reply any more."""
-
-    @property
-    def num_rows(self) -> int:
-        """Token rows, which use as many credits."""
-        return len(self.rows.row_ids_R)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a call ended: a reply, not looked into yet, or the reason why there is none."""
-
-    call: Call
-    response: pb.ForwardResponse | None
-    reason: str = ""
 
 
 class ExpertStream:
@@ -93,10 +62,13 @@ class ExpertStream:
         self._outbox: Outbox = queue.SimpleQueue()
         self._stream: grpc.Call | None = None
         self._direct: DirectConnection | None = None
-        self._waiting: deque[Call] = deque()
+        self._last_direct: DirectConnection | None = None  # until calls over it have failed
+        self._waiting: dict[Call, RequestFrame] = {}  # in order
         self._pending: dict[CallId, Call] = {}
-        self._credits = worker.row_credits or DEFAULT_ROW_CREDITS
-        self._rows_in_flight = 0
+        self._first_credits = worker.row_credits or DEFAULT_ROW_CREDITS
+        self.link = Link(worker.incarnation, self._first_credits)
+        """Row credits, and what else compiled code needs."""
+        self._last_failure = ""
         self._down = ""
         self._refused = ""
         self._refused_until_s = 0.0
@@ -121,14 +93,46 @@ class ExpertStream:
         name = f"expert worker {self.worker.worker_id} at {self.worker.address}"
         return f"{name}: {trouble}" if trouble else name
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: Call, frame: RequestFrame) -> None:
         """Sends a call, now or when row credits allow; its outcome is put into its queue."""
         with self._lock:
+            self.link.close()
             reason = self._why_not(call)
             if not reason:
-                self._waiting.append(call)
+                self._waiting[call] = frame
                 self._send_waiting()
         if reason:
+            call.outcomes.put(Outcome(call, None, reason))
+
+    def open_exchange(self) -> DirectConnection | None:
+        """Lets compiled code use the direct connection until something else happens to the stream.
+
+        None if all is not well, or somebody waits for something. Who gets the connection keeps it
+        as long as compiled code may use it.
+        """
+        with self._lock:
+            self.link.close()
+            direct = self._direct
+            is_free = not (self._waiting or self.suspect) and self.usable
+            if direct is None or direct.has_unsent or not is_free or self._is_awaited:
+                return None
+            self.link.open(direct)
+            return direct
+
+    def adopt(self, call: Call, left: Unfinished) -> None:
+        """Takes over a call that was sent by compiled code; `on_ready` then looks for its reply."""
+        with self._lock:
+            self.link.close()
+            is_lost = left.direct is not self._last_direct
+            reason = self._last_failure
+            if not is_lost:
+                self._pending[call.call_id] = call
+                self.link.rows_in_flight += call.num_rows
+                if self._direct is not None and left.unsent:
+                    self._direct.send_later(left.unsent)
+                if left.error:
+                    self._cut(str(OSError(left.error, os.strerror(left.error))))
+        if is_lost:
             call.outcomes.put(Outcome(call, None, reason))
 
     def abandon(self, call: Call) -> None:
@@ -138,10 +142,10 @@ class ExpertStream:
         of them.
         """
         with self._lock:
+            self.link.close()
             call.abandoned = True
             self.suspect = True
-            if call in self._waiting:
-                self._waiting.remove(call)
+            if self._waiting.pop(call, None) is not None:
                 self._cut("replies are lost")
 
     @property
@@ -166,6 +170,7 @@ class ExpertStream:
 
     def refuse(self, reason: str) -> None:
         """Makes this life of the expert worker unusable for a while: it said so itself."""
+        self.link.close()
         self._refused = reason
         self._refused_until_s = time.monotonic() + REFUSED_S
 
@@ -194,6 +199,7 @@ class ExpertStream:
         """What was seen since the last time; None without news."""
         with self._lock:
             seen, self._seen = self._seen, self._nothing_seen()
+            self.link.report(seen)
         return seen if seen != self._nothing_seen() else None
 
     def retire(self) -> None:
@@ -204,6 +210,7 @@ class ExpertStream:
         """Ends the stream and fails its calls; returns at once."""
         self._closed.set()
         with self._lock:
+            self.link.close()
             self._outbox.put(None)
             if self._stream is not None:
                 self._stream.cancel()
@@ -219,10 +226,15 @@ class ExpertStream:
             worker_id=self.worker.worker_id, incarnation=self.worker.incarnation
         )
 
+    @property
+    def _is_awaited(self) -> bool:
+        """True if somebody waits for a reply."""
+        return any(not call.abandoned for call in self._pending.values())
+
     def _why_not(self, call: Call) -> str:
         if not self.usable:
             return self._refused or self._down or "the stream is closed"
-        most = max(self._credits, self.worker.row_credits or DEFAULT_ROW_CREDITS)
+        most = max(self.link.credits, self._first_credits)
         if call.num_rows > most:
             return f"{call.num_rows} rows exceed its {most} row credits"
         if len(self._waiting) >= MAX_WAITING_CALLS:
@@ -232,16 +244,17 @@ class ExpertStream:
     def _send_waiting(self) -> None:
         """Sends what the credits allow; a call alone always, so that its reply brings others."""
         while self._waiting:
-            call = self._waiting[0]
-            if self._rows_in_flight and self._rows_in_flight + call.num_rows > self._credits:
+            call, frame = next(iter(self._waiting.items()))
+            rows_in_flight = self.link.rows_in_flight
+            if rows_in_flight and rows_in_flight + call.num_rows > self.link.credits:
                 return
-            self._waiting.popleft()
+            del self._waiting[call]
             self._pending[call.call_id] = call
-            self._rows_in_flight += call.num_rows
+            self.link.rows_in_flight = rows_in_flight + call.num_rows
             call.sent_s = time.monotonic()
             self._seen.rows_out += call.num_rows
-            self._seen.bytes_out += call.frame.num_payload_bytes
-            self._send(call.frame)
+            self._seen.bytes_out += frame.num_payload_bytes
+            self._send(frame)
 
     def _send(self, frame: RequestFrame) -> None:
         if self._direct is None:
@@ -260,6 +273,7 @@ class ExpertStream:
             self._stream.cancel()
 
     def _close_direct(self) -> None:
+        self.link.close()
         if self._direct is not None:
             self._direct.close()
             self._direct = None
@@ -312,7 +326,7 @@ class ExpertStream:
         except OSError as error:
             logger.warning("%s: no direct connection, gRPC is used: %s", self.describe(), error)
         with self._lock:
-            self._direct = direct
+            self._direct = self._last_direct = direct
         if self._down:
             logger.info("expert worker %s: stream is up again", self.worker.worker_id)
         self._down = ""
@@ -335,9 +349,9 @@ class ExpertStream:
             if call is None or call.abandoned:
                 self.num_late_replies += 1
             if call is not None:
-                self._rows_in_flight -= call.num_rows
+                self.link.rows_in_flight -= call.num_rows
                 self._seen.round_trip_us += int((received_s - call.sent_s) * 1e6)
-            self._credits = response.row_credits or self._credits
+            self.link.credits = response.row_credits or self.link.credits
             self._send_waiting()
         if call is not None and not call.abandoned:
             call.outcomes.put(Outcome(call, response))
@@ -348,14 +362,15 @@ class ExpertStream:
         with self._lock:
             if not self._down and not self._closed.is_set() and not self._retired:
                 logger.warning("%s: %s", self.describe(), reason)
-            self._down = reason
+            self._down = self._last_failure = reason
             self._outbox = queue.SimpleQueue()
             self._close_direct()
+            self._last_direct = None
             failed = [*self._pending.values(), *self._waiting]
             self._pending.clear()
             self._waiting.clear()
-            self._rows_in_flight = 0
-            self._credits = self.worker.row_credits or DEFAULT_ROW_CREDITS
+            self.link.rows_in_flight = 0
+            self.link.credits = self._first_credits
             self._cut_reason = ""
         for call in failed:
             if not call.abandoned:

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_worker.exchange import Dispatch, Exchange, NoExchange
 from attention_worker.expert_routes import Routes
 from attention_worker.expert_stream import DEFAULT_ROW_CREDITS, ExpertStream
 from attention_worker.outcomes import Waiting
-from attention_worker.remote_call import Batch, RemoteCall
+from attention_worker.remote_call import Batch, Progress, RemoteCall
 from expert_worker.store import ExpertStore
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
@@ -145,6 +146,7 @@ class RemoteExperts:
         model_fingerprint: Of its checkpoint; expert workers of another refuse.
         dtype: Of hidden states and outputs.
         wire_dtype: How hidden states travel; by default as they are.
+        device: Where hidden states are.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class RemoteExperts:
         model_fingerprint: bytes,
         dtype: DtypeName,
         wire_dtype: WireDtype | None = None,
+        device: str = "cpu",
     ) -> None:
         self._config = config
         self._fingerprint = fingerprint64(model_fingerprint)
@@ -165,18 +168,30 @@ class RemoteExperts:
         self._pinned = self._routes
         self._retired: list[ExpertStream] = []
         self._closed = False
-        self._step = 0
+        self._exchange: Exchange | NoExchange = NoExchange()
+        if torch.device(device).type == "cpu" and self._wire_dtype == dtype:
+            self._exchange = Exchange(config.hidden_size, dtype, self._fingerprint, self._take_over)
+        self._step_id = CallId(self._own_id, epoch=0, step=0, layer=0, micro_batch=0)
         self._num_dispatched: Counter[int] = Counter()
+
+    def warm_up(self) -> None:
+        """Compiles what dispatches need beside the kernels of `warm_up.py`."""
+        self._exchange.warm_up()
 
     # --- the forward pass ---
 
     def begin_step(self, step: int) -> None:
         """Pins the current expert map; see ExpertClient."""
-        self._step = step
+        self._exchange.hand_over()
         self._num_dispatched.clear()
         with self._lock:
             self._pinned = self._routes
             self._close_unpinned()
+        routes = self._pinned
+        self._step_id = self._step_id._replace(
+            gateway=routes.gateway or self._own_id, epoch=routes.expert_map.epoch, step=step
+        )
+        self._exchange.begin_step(self._step_id, routes)
 
     def dispatch(
         self,
@@ -187,29 +202,34 @@ class RemoteExperts:
         deadline_s: float,
     ) -> Pending:
         """One message to each expert worker with rows; see ExpertClient."""
-        routes = self._pinned
-        deadline_s = min(deadline_s, time.monotonic() + _LONGEST_CALL_S)
-        call_id = CallId(
-            gateway=routes.gateway or self._own_id,
-            epoch=routes.expert_map.epoch,
-            step=self._step,
-            layer=layer,
-            micro_batch=self._num_dispatched[layer],
-        )
-        self._num_dispatched[layer] += 1
+        micro_batch = self._num_dispatched[layer]
+        self._num_dispatched[layer] = micro_batch + 1
+        dispatch = Dispatch(layer, micro_batch, h_TH, routing, num_generated_rows, deadline_s)
+        sent = self._exchange.send(dispatch)
+        if sent is not None:
+            return sent
+        call = self._remote_call(dispatch)
+        call.start()
+        return call
+
+    def _take_over(self, dispatch: Dispatch, progress: Progress) -> RemoteCall:
+        call = self._remote_call(dispatch)
+        call.resume(progress)
+        return call
+
+    def _remote_call(self, dispatch: Dispatch) -> RemoteCall:
+        layer, micro_batch = dispatch.layer, dispatch.micro_batch
         batch = Batch(
-            call_id=call_id,
-            hidden_TH=h_TH,
-            routing=routing,
-            num_generated_rows=num_generated_rows,
+            call_id=self._step_id._replace(layer=layer, micro_batch=micro_batch),
+            hidden_TH=dispatch.hidden_TH,
+            routing=dispatch.routing,
+            num_generated_rows=dispatch.num_generated_rows,
             dtype=self._dtype,
             wire_dtype=self._wire_dtype,
             model_fingerprint=self._fingerprint,
-            deadline_s=deadline_s,
+            deadline_s=min(dispatch.deadline_s, time.monotonic() + _LONGEST_CALL_S),
         )
-        call = RemoteCall(batch, routes, self._waiting)
-        call.start()
-        return call
+        return RemoteCall(batch, self._pinned, self._waiting)
 
     # --- other threads ---
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from attention_worker.expert_stream import Outcome
+    from attention_worker.calls import Outcome
 
 _Interest = tuple[int, int]
 

@@ -7,7 +7,7 @@ retry cannot touch it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attention_worker.calls import Call, Outcome, Unfinished
 from attention_worker.expert_routes import Routes
-from attention_worker.expert_stream import Call, Outcome
 from attention_worker.outcomes import Outcomes, Waiting
 from attention_worker.row_writer import row_writer
 from expertmesh.errors import ExpertUnavailableError, WireError
@@ -26,7 +26,10 @@ from expertmesh.wire import WireDtype
 from expertmesh.wire_encode import CallId, CallTarget, RequestFrame
 from expertmesh.wire_forward import broken_outputs, view_outputs
 from expertmesh_kernels.combine import combine
+from expertmesh_kernels.cpu.exchange_words import FIRST_TRY_SHARE
 from expertmesh_kernels.dispatch import (
+    Bits,
+    Bools,
     WorkerRows,
     as_bits,
     empty_bits,
@@ -43,7 +46,6 @@ _FINAL_CODES = frozenset(
         pb.ForwardError.CODE_DRAINING,
     }
 )
-_FIRST_TRY_SHARE = 1 / 3  # of the time, where another copy could be asked after it
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,31 @@ class Batch:
     """On the monotonic clock."""
 
 
+@dataclass(frozen=True)
+class SentRows:
+    """A part of a dispatch that compiled code sent, and that is not answered."""
+
+    rows: WorkerRows
+    sent_s: float
+    limit_s: float
+    """When it counts as failed; both on the monotonic clock."""
+    left: Unfinished
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What compiled code made of a dispatch before it could not go on."""
+
+    outputs_SH: Bits
+    """With what came so far."""
+    broken_T: Bools
+    """True for rows that are not finite."""
+    busy_s: float
+    sent: Sequence[SentRows]
+
+
 class RemoteCall:
-    """A dispatch on its way. `start` once, then `result` once.
+    """A dispatch on its way. `start` or `resume` once, then `result` once.
 
     Args:
         batch: What is sent.
@@ -103,6 +128,19 @@ class RemoteCall:
             experts = np.unique(self._batch.routing.topk_ids_TK).tolist()
             table_E = self._routes.choose(self._layer, experts, self._tried)
         self._send(table_E)
+
+    def resume(self, progress: Progress) -> None:
+        """Goes on with what compiled code began, instead of `start`."""
+        self._outputs_SH, self._broken_T = progress.outputs_SH, progress.broken_T
+        self._has_broken_rows = bool(progress.broken_T.any())
+        self.busy_s = progress.busy_s
+        self._num_attempts = 1
+        for part in progress.sent:
+            call = Call(self._batch.call_id, part.rows, part.limit_s, self._outcomes, part.sent_s)
+            self._open.add(call)
+            self._routes.streams[part.rows.worker].adopt(call, part.left)
+        for part in progress.sent:  # what came already makes no socket ready
+            self._routes.streams[part.rows.worker].on_ready()
 
     def result(self) -> Tensor:
         """[T, H] the weighted sums, in the dtype of the hidden states.
@@ -150,9 +188,9 @@ class RemoteCall:
         if not self._write_rows(rows.row_ids_R, frame, self._broken_T):
             self._has_broken_rows = True
         frame.finish()
-        call = Call(call_id, frame, rows, limit_s, self._outcomes)
+        call = Call(call_id, rows, limit_s, self._outcomes)
         self._open.add(call)
-        stream.submit(call)
+        stream.submit(call, frame)
 
     def _limit_s(self, rows: WorkerRows, now_s: float) -> float:
         """All the time there is, unless another copy could be asked afterwards."""
@@ -161,7 +199,7 @@ class RemoteCall:
             return deadline_s
         experts = np.unique(rows.expert_ids_N).tolist()
         if self._routes.has_other_copies(self._layer, experts, rows.worker, self._tried):
-            return now_s + (deadline_s - now_s) * _FIRST_TRY_SHARE
+            return now_s + (deadline_s - now_s) * FIRST_TRY_SHARE
         return deadline_s
 
     # --- receiving ---

@@ -124,7 +124,10 @@ def _experts(
     """All experts in this process, or the client of the expert workers."""
     if not settings.colocated:
         wire_dtype = _wire_dtype(settings, dtype)
-        remote = RemoteExperts(checkpoint.config, checkpoint.fingerprint, dtype, wire_dtype)
+        remote = RemoteExperts(
+            checkpoint.config, checkpoint.fingerprint, dtype, wire_dtype, settings.device
+        )
+        remote.warm_up()
         return remote, remote
     store = ExpertStore(checkpoint, dtype, settings.device, expert_dtype=settings.expert_dtype)
     for layer in checkpoint.config.moe_layers:

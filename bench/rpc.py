@@ -158,6 +158,7 @@ class Mesh:
         self._config = config
         self.experts = RemoteExperts(config, checkpoint.fingerprint, config.dtype)
         stack.callback(self.experts.close)
+        self.experts.warm_up()
         self.experts.update_map(ExpertMap.empty(config).replaced(entries), gateway=1)
         self._step = 0
 

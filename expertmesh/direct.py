@@ -180,8 +180,8 @@ class FrameReader:
         """Moves the bytes from `at` to the start, and makes room for the frame that they begin."""
         begun = self._buffer[at:used]
         is_too_small = frame_size > self._buffer.size
-        if is_too_small:
-            self._set_buffer(np.empty(frame_size, np.uint8))
+        if is_too_small:  # by powers of two, so that it is seldom
+            self._set_buffer(np.empty(2 ** (frame_size - 1).bit_length(), np.uint8))
         if at or is_too_small:
             self._buffer[: begun.size] = begun  # NumPy takes care of overlaps
         self.words[BUFFER_USED] = used - at

@@ -26,7 +26,7 @@ BITS_DTYPES: Mapping[DtypeName, type[np.uint16] | type[np.uint32]] = {
     "bfloat16": np.uint16,
     "float16": np.uint16,
 }
-_EXPONENTS: Mapping[DtypeName, int] = {
+EXPONENTS: Mapping[DtypeName, int] = {
     "float32": 0x7F80_0000,
     "bfloat16": 0x7F80,
     "float16": 0x7C00,
@@ -117,7 +117,7 @@ def gather_rows(
         out_RH: Takes the rows.
         broken_T: True is set for rows with a NaN or infinite element.
     """
-    return not cpu.gather_rows(source_TH, row_ids_R, _EXPONENTS[dtype], out_RH, broken_T)
+    return not cpu.gather_rows(source_TH, row_ids_R, EXPONENTS[dtype], out_RH, broken_T)
 
 
 def scatter_rows(
@@ -131,7 +131,7 @@ def scatter_rows(
         dtype: What the bits are.
         out_SH: Takes the outputs.
     """
-    return cpu.scatter_rows(source_NH, slot_ids_N, _EXPONENTS[dtype], out_SH)
+    return cpu.scatter_rows(source_NH, slot_ids_N, EXPONENTS[dtype], out_SH)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def unpack_call(
     """
     rows = CallRows(np.empty(expert_ids_N.size, np.int64), np.empty(expert_ids_N.size, np.int64))
     is_right = cpu.unpack_call(
-        rows_RH, row_offsets, expert_ids_N, num_experts, top_k, _EXPONENTS[dtype],
+        rows_RH, row_offsets, expert_ids_N, num_experts, top_k, EXPONENTS[dtype],
         out_RH, rows.row_of_pair_N, rows.expert_of_pair_N,
     )  # fmt: skip
     return rows if is_right else None

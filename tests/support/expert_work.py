@@ -20,6 +20,7 @@ from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.router import Routing
 from tests.support.expert_servers import Answer, loaded_store, map_of
+from tests.support.processes import poll
 from tests.support.tiny_checkpoints import MIXTRAL
 
 TIMEOUT_S = 20.0
@@ -71,16 +72,36 @@ def local(checkpoint: Checkpoint, dtype: DtypeName = "float32") -> LocalExperts:
 
 @contextmanager
 def remote(
-    checkpoint: Checkpoint, entries: Iterable[ExpertWorkerEntry], dtype: DtypeName = "float32"
+    checkpoint: Checkpoint,
+    entries: Iterable[ExpertWorkerEntry],
+    dtype: DtypeName = "float32",
+    *,
+    direct: bool = False,
 ) -> Iterator[RemoteExperts]:
-    """A client of these expert workers, in its first step."""
+    """A client of these expert workers, in its first step.
+
+    With `direct` it has a direct connection to each of them, so dispatches go the ordinary way.
+    """
     experts = RemoteExperts(checkpoint.config, checkpoint.fingerprint, dtype)
+    experts.warm_up()  # deadlines do not count on compiling
     try:
         experts.update_map(map_of(checkpoint, entries), gateway=77)
         experts.begin_step(1)
+        if direct:
+            wait_direct(experts)
         yield experts
     finally:
         experts.close()
+
+
+def is_direct(experts: RemoteExperts) -> bool:
+    """True if there is a direct connection to every expert worker."""
+    return all(stream.usable and stream.interest[0] >= 0 for stream in experts._routes.streams)
+
+
+def wait_direct(experts: RemoteExperts) -> None:
+    """Until there is."""
+    poll(lambda: is_direct(experts), timeout_s=TIMEOUT_S, what="direct connections")
 
 
 def right(request: pb.ForwardRequest, reply: pb.ForwardResponse) -> list[pb.ForwardResponse]:

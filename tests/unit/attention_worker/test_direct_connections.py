@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attention_worker import direct_connection
-from attention_worker.experts import RemoteExperts
 from expert_worker.direct_server import DirectServer
 from expertmesh import direct
 from expertmesh.checkpoint import Checkpoint
@@ -23,7 +22,16 @@ from tests.support.expert_servers import (
     faulty_server,
     loaded_store,
 )
-from tests.support.expert_work import TIMEOUT_S, local, remote, right, threads, work
+from tests.support.expert_work import (
+    TIMEOUT_S,
+    is_direct,
+    local,
+    remote,
+    right,
+    threads,
+    wait_direct,
+    work,
+)
 from tests.support.processes import poll
 from tests.support.tiny_checkpoints import MIXTRAL
 
@@ -43,14 +51,6 @@ def listening() -> Iterator[DirectServer]:
     server.stop()
 
 
-def _is_direct(there: RemoteExperts) -> bool:
-    return all(stream.interest[0] >= 0 for stream in there._routes.streams)
-
-
-def _wait_direct(there: RemoteExperts) -> None:
-    poll(lambda: _is_direct(there), timeout_s=TIMEOUT_S, what="a direct connection")
-
-
 def test_rows_of_any_number_travel_directly(checkpoint: Checkpoint) -> None:
     """Bits are those of the colocated mode; messages may be larger than what a socket takes."""
     store = loaded_store(checkpoint, "float32")
@@ -58,7 +58,7 @@ def test_rows_of_any_number_travel_directly(checkpoint: Checkpoint) -> None:
         expert_server(store, row_credits=8192) as server,
         remote(checkpoint, [entry_of(server.state, server.port)]) as there,
     ):
-        _wait_direct(there)
+        wait_direct(there)
         for num_rows in (1, 8000, 3):
             todo = work(num_rows)
             assert torch.equal(todo.run(local(checkpoint)), todo.run(there))
@@ -74,7 +74,7 @@ def test_two_dispatches_at_a_time(checkpoint: Checkpoint) -> None:
         expert_server(store) as server,
         remote(checkpoint, [entry_of(server.state, server.port)]) as there,
     ):
-        _wait_direct(there)
+        wait_direct(there)
         todo = [work(5, seed=seed, layer=seed) for seed in range(3)]
         pending = [one.dispatch_on(there) for one in todo]
         for one, waiting in reversed(list(zip(todo, pending, strict=True))):
@@ -95,7 +95,7 @@ def test_port_that_cannot_be_reached(
     ):
         todo = work(9)
         assert torch.equal(todo.run(local(checkpoint)), todo.run(there))
-        assert not _is_direct(there)
+        assert not is_direct(there)
 
 
 def test_connection_that_breaks(checkpoint: Checkpoint) -> None:
@@ -106,7 +106,7 @@ def test_connection_that_breaks(checkpoint: Checkpoint) -> None:
         faulty_server(store, right, direct=True) as server,
         remote(checkpoint, [server.entry]) as there,
     ):
-        _wait_direct(there)
+        wait_direct(there)
         first = there._routes.streams[0]._direct
         assert first is not None
         first._socket.shutdown(socket.SHUT_RDWR)
@@ -120,7 +120,7 @@ def test_connection_that_breaks(checkpoint: Checkpoint) -> None:
                 return False
 
         poll(works, timeout_s=TIMEOUT_S, what="calls succeed again")
-        _wait_direct(there)
+        wait_direct(there)
         assert there._routes.streams[0]._direct is not first
 
 
@@ -134,7 +134,7 @@ def test_reply_that_is_none(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPa
         faulty_server(loaded_store(checkpoint, "float32"), right, direct=True) as server,
         remote(checkpoint, [server.entry]) as there,
     ):
-        _wait_direct(there)
+        wait_direct(there)
         with pytest.raises(ExpertUnavailableError, match="2 bytes are not a reply"):
             work(4).run(there)
 

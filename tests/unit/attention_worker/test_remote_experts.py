@@ -59,7 +59,7 @@ def test_remote_equals_local_bit_by_bit(
     shares = [f"{index}/{num_workers}" for index in range(num_workers)]
     with expert_servers(checkpoint, dtype, shares) as servers:
         entries = [entry_of(server.state, server.port) for server in servers]
-        with remote(checkpoint, entries, dtype) as there:
+        with remote(checkpoint, entries, dtype, direct=True) as there:
             for seed, num_rows in enumerate((0, 1, 2, 7, 16, 100)):
                 for layer in checkpoint.config.moe_layers:
                     todo = work(num_rows, dtype, seed=seed, layer=layer)
@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_its_batch(checkpoint: Checkpoint) -> None:
     todo = work(50)
     with (
         expert_servers(checkpoint, "float32", ["0/2", "1/2"]) as servers,
-        remote(checkpoint, [entry_of(s.state, s.port) for s in servers]) as there,
+        remote(checkpoint, [entry_of(s.state, s.port) for s in servers], direct=True) as there,
     ):
         together = todo.run(there)
         ids, weights = todo.routing.topk_ids_TK, todo.routing.topk_weights_TK
@@ -89,7 +89,7 @@ def test_one_message_per_layer_and_expert_worker(checkpoint: Checkpoint, direct:
         faulty_server(loaded_store(checkpoint, "float32", "0-3"), right, "a", direct=direct) as a,
         faulty_server(loaded_store(checkpoint, "float32", "4-7"), right, "b", direct=direct) as b,
     ):
-        with remote(checkpoint, [a.entry, b.entry]) as there:
+        with remote(checkpoint, [a.entry, b.entry], direct=direct) as there:
             for layer in (0, 1, 2):
                 replace(to_expert(1, num_rows=5), layer=layer).run(there)
             work(9).run(there)
@@ -114,7 +114,7 @@ def test_broken_row_harms_itself_only(checkpoint: Checkpoint) -> None:
     todo.h_TH[2, 5] = torch.inf
     with (
         expert_servers(checkpoint, "float32", ["0/2", "1/2"]) as servers,
-        remote(checkpoint, [entry_of(s.state, s.port) for s in servers]) as there,
+        remote(checkpoint, [entry_of(s.state, s.port) for s in servers], direct=True) as there,
     ):
         actual = todo.run(there)
     assert actual[2].isnan().all()
@@ -129,7 +129,7 @@ def test_map_is_pinned_for_a_step(checkpoint: Checkpoint, direct: bool) -> None:
     with (
         faulty_server(store, right, "a", direct=direct) as a,
         faulty_server(store, right, "b", direct=direct) as b,
-        remote(checkpoint, [a.entry]) as there,
+        remote(checkpoint, [a.entry], direct=direct) as there,
     ):
         there.update_map(map_of(checkpoint, [b.entry]), gateway=77)
         todo.run(there)
@@ -144,7 +144,7 @@ def test_same_life_keeps_its_stream(checkpoint: Checkpoint, direct: bool) -> Non
     """A map that names the same life again reuses its stream; another life gets a new one."""
     with (
         faulty_server(loaded_store(checkpoint, "float32"), right, direct=direct) as server,
-        remote(checkpoint, [server.entry]) as there,
+        remote(checkpoint, [server.entry], direct=direct) as there,
     ):
         before = there._routes.streams
         there.update_map(map_of(checkpoint, [server.entry]))
@@ -157,7 +157,7 @@ def test_observations_are_news_only(checkpoint: Checkpoint, direct: bool) -> Non
     """Counters add up what happened since the last look; nothing new, nothing said."""
     with (
         faulty_server(loaded_store(checkpoint, "float32"), right, direct=direct) as server,
-        remote(checkpoint, [server.entry]) as there,
+        remote(checkpoint, [server.entry], direct=direct) as there,
     ):
         to_expert(2, num_rows=3).run(there)
         (seen,) = there.observations()

@@ -83,7 +83,7 @@ def test_wrong_reply_is_a_fault_and_another_copy_is_asked(
     with (
         faulty_server(store, changed(change), "a", direct=direct) as bad,
         expert_server(store, direct=direct) as good,
-        remote(checkpoint, [bad.entry, entry_of(good.state, good.port)]) as there,
+        remote(checkpoint, [bad.entry, entry_of(good.state, good.port)], direct=direct) as there,
     ):
         actual = todo.run(there)
         seen = {entry.worker_id: entry for entry in there.observations()}
@@ -100,7 +100,7 @@ def test_wrong_reply_without_another_copy(checkpoint: Checkpoint, direct: bool) 
     store = loaded_store(checkpoint, "float32")
     with (
         faulty_server(store, changed(corrupt_data), direct=direct) as bad,
-        remote(checkpoint, [bad.entry]) as there,
+        remote(checkpoint, [bad.entry], direct=direct) as there,
     ):
         with pytest.raises(ExpertUnavailableError) as caught:
             to_expert(2).run(there)
@@ -112,7 +112,7 @@ def test_silent_expert_worker_costs_its_deadline_only(checkpoint: Checkpoint, di
     """Without an answer the dispatch ends at its deadline; it never hangs."""
     with (
         faulty_server(loaded_store(checkpoint, "float32"), silent, direct=direct) as mute,
-        remote(checkpoint, [mute.entry]) as there,
+        remote(checkpoint, [mute.entry], direct=direct) as there,
     ):
         started = time.monotonic()
         with pytest.raises(ExpertUnavailableError, match="no answer in time"):
@@ -128,7 +128,7 @@ def test_silent_expert_worker_with_another_copy(checkpoint: Checkpoint, direct: 
     with (
         faulty_server(store, silent, "a", direct=direct) as mute,
         expert_server(store, direct=direct) as good,
-        remote(checkpoint, [mute.entry, entry_of(good.state, good.port)]) as there,
+        remote(checkpoint, [mute.entry, entry_of(good.state, good.port)], direct=direct) as there,
     ):
         assert torch.equal(expected, todo.run(there, timeout_s=1.0))
         started = time.monotonic()
@@ -149,7 +149,7 @@ def test_late_and_duplicate_replies_are_dropped(checkpoint: Checkpoint, direct: 
 
     with (
         faulty_server(loaded_store(checkpoint, "float32"), late_once, direct=direct) as slow,
-        remote(checkpoint, [slow.entry]) as there,
+        remote(checkpoint, [slow.entry], direct=direct) as there,
     ):
         with pytest.raises(ExpertUnavailableError):
             to_expert(4).run(there, timeout_s=0.2)
@@ -169,7 +169,7 @@ def test_stopped_expert_worker_fails_calls_at_once(checkpoint: Checkpoint, direc
 
     with (
         faulty_server(loaded_store(checkpoint, "float32"), hold, direct=direct) as server,
-        remote(checkpoint, [server.entry]) as there,
+        remote(checkpoint, [server.entry], direct=direct) as there,
     ):
         pending = to_expert(2).dispatch_on(there)
         poll(lambda: bool(server.requests), timeout_s=TIMEOUT_S, what="the call arrives")
@@ -188,7 +188,7 @@ def test_stream_opens_again(checkpoint: Checkpoint, direct: bool) -> None:
     store = loaded_store(checkpoint, "float32")
     with (
         faulty_server(store, right, direct=direct) as server,
-        remote(checkpoint, [server.entry]) as there,
+        remote(checkpoint, [server.entry], direct=direct) as there,
     ):
         todo = to_expert(2)
         todo.run(there)
@@ -218,11 +218,11 @@ def test_uncovered_expert(checkpoint: Checkpoint, direct: bool) -> None:
     """An expert without a copy is named before anything is sent; others are served."""
     with faulty_server(loaded_store(checkpoint, "float32", "0-3"), right, direct=direct) as server:
         with (
-            remote(checkpoint, []) as nothing,
+            remote(checkpoint, [], direct=direct) as nothing,
             pytest.raises(ExpertUnavailableError, match="no expert worker is known"),
         ):
             to_expert(0).run(nothing)
-        with remote(checkpoint, [server.entry]) as there:
+        with remote(checkpoint, [server.entry], direct=direct) as there:
             with pytest.raises(ExpertUnavailableError) as caught:
                 to_expert(3).run(there)
             assert caught.value.missing == ((1, 4),)
@@ -255,13 +255,15 @@ def test_refusals_lead_to_another_copy(checkpoint: Checkpoint, direct: bool) -> 
         says_all = replace(
             entry_of(first.state, first.port), resident={1: tuple(range(NUM_EXPERTS))}
         )
-        with remote(checkpoint, [says_all, entry_of(second.state, second.port)]) as there:
+        with remote(
+            checkpoint, [says_all, entry_of(second.state, second.port)], direct=direct
+        ) as there:
             assert torch.equal(expected, todo.run(there))
             seen = {entry.worker_id: entry.last_fault for entry in there.observations()}
             assert "layer 1 expert 2: not resident here" in seen["a"]
         stale = replace(entry_of(second.state, second.port), incarnation=9)
         with (
-            remote(checkpoint, [stale]) as there,
+            remote(checkpoint, [stale], direct=direct) as there,
             pytest.raises(ExpertUnavailableError, match="incarnation is 0x9"),
         ):
             todo.run(there)
@@ -282,18 +284,18 @@ def test_row_credits_bound_what_is_in_flight(checkpoint: Checkpoint, direct: boo
 
     with (
         faulty_server(store, count, direct=direct) as server,
-        remote(checkpoint, [replace(server.entry, row_credits=4)]) as there,
+        remote(checkpoint, [replace(server.entry, row_credits=4)], direct=direct) as there,
     ):
         pending = [to_expert(expert, num_rows=2).dispatch_on(there) for expert in range(4)]
         poll(lambda: len(server.requests) == 1, timeout_s=TIMEOUT_S, what="the first arrives")
         stream = there._routes.streams[0]
-        most = stream._rows_in_flight
+        most = stream.link.rows_in_flight
         gate.release(4)
         for expert, call in enumerate(pending):
             expected = to_expert(expert, num_rows=2).run(local(checkpoint))
             assert torch.equal(expected, call.result())
         assert most == 4
-        assert stream._rows_in_flight == 0
+        assert stream.link.rows_in_flight == 0
         with pytest.raises(ExpertUnavailableError, match="5 rows exceed its 4 row credits"):
             to_expert(1, num_rows=5).run(there)
 
@@ -304,7 +306,7 @@ def test_calls_waiting_for_credits_end_at_their_deadline(
     """A call that never gets credits is an error at its deadline."""
     with (
         faulty_server(loaded_store(checkpoint, "float32"), silent, direct=direct) as server,
-        remote(checkpoint, [replace(server.entry, row_credits=2)]) as there,
+        remote(checkpoint, [replace(server.entry, row_credits=2)], direct=direct) as there,
     ):
         first = to_expert(1, num_rows=2).dispatch_on(there, timeout_s=0.2)
         second = to_expert(3, num_rows=2).dispatch_on(there, timeout_s=0.2)

@@ -87,7 +87,7 @@ def test_expert_worker_that_is_right_again_is_used_again(
 
     with (
         faulty_server(loaded_store(checkpoint, "float32"), answer, direct=direct) as server,
-        remote(checkpoint, [replace(server.entry, row_credits=CREDITS)]) as there,
+        remote(checkpoint, [replace(server.entry, row_credits=CREDITS)], direct=direct) as there,
     ):
         results: list[torch.Tensor] = []
 
