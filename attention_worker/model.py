@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attention_worker.layers.attention import Attention
+from attention_worker.layers.attention_half import FirstHalf, first_half
 from attention_worker.layers.ffn import ExpertCalls, Ffn
 from attention_worker.layers.logits import LogitsEdit
 from attention_worker.layers.norm import Norm, ResidualNorm
@@ -34,6 +35,11 @@ class DecoderLayer:
     ffn_norm: ResidualNorm
     ffn: Ffn
     ffn_out_norm: Norm
+
+    @cached_property
+    def first_half(self) -> FirstHalf:
+        """The first equation, and what the second one reads."""
+        return first_half(self.attention, self.attention_out_norm, self.ffn_norm)
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,7 @@ class Model:
         x_TH = self.embed_VH[token_ids_T]
         h_TH = self.layers[0].input_norm(x_TH)
         for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
-            mixed_TH = layer.attention(h_TH, inputs)
-            x_TH, h_TH = layer.ffn_norm.add(x_TH, layer.attention_out_norm(mixed_TH))
+            x_TH, h_TH = layer.first_half(x_TH, h_TH, inputs)
             begun = layer.ffn.begin(h_TH, calls)
             yield
             x_TH, h_TH = next_norm.add(x_TH, layer.ffn_out_norm(begun.result()))

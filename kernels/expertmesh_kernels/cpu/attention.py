@@ -137,23 +137,43 @@ def paged_attention(
     """
     pages = pages_of(layer)
     num_rows = positions_T.size
-    group = num_heads // pages.num_heads
     span = (num_rows - 1) * q_stride + num_heads * pages.key_dim if num_rows > 0 else 0
-    arrays = (
-        array_at(q_address, span, like),
-        array_at(pages.address, pages.size, like),
-        array_at(out_address, num_rows * num_heads * value_dim, like),
-        form,
-    )
+    attend(
+        array_at(q_address, span, like), q_stride,
+        array_at(out_address, num_rows * num_heads * value_dim, like), form, pages,
+        block_tables_SB, sequence_of_row_T, positions_T, num_heads, value_dim,
+        Scores(scale, window, softcap), sinks_n,
+    )  # fmt: skip
+
+
+@njit
+def attend(
+    q: NDArray[np.generic],
+    q_stride: int,
+    out: NDArray[np.generic],
+    form: NDArray[np.generic],
+    pages: Pages,
+    block_tables_SB: NDArray[np.int32],
+    sequence_of_row_T: NDArray[np.int32],
+    positions_T: NDArray[np.int32],
+    num_heads: int,
+    value_dim: int,
+    scores: Scores,
+    sinks_n: NDArray[np.float32],
+) -> None:
+    """`paged_attention` of flat arrays."""
+    group = num_heads // pages.num_heads
+    arrays = (q, array_at(pages.address, pages.size, q), out, form)
     max_rows = max(1, run_queries(form, pages.value_dim == 0) // group)
-    starts, num_runs, num_parts = _find_runs(sequence_of_row_T, positions_T, max_rows, window)
+    starts, num_runs, num_parts = _find_runs(
+        sequence_of_row_T, positions_T, max_rows, scores.window
+    )
     num_chunks = num_runs * pages.num_heads
     is_split = num_parts > 1 and num_chunks < _SPLIT_BELOW
     shape = Shape(q_stride, num_heads, value_dim, num_parts, is_split)
     size = max_rows * group
     partials = _new_partial(num_chunks * num_parts if is_split else 0, size, value_dim)
     where = (block_tables_SB, sequence_of_row_T, positions_T, starts, sinks_n)
-    scores = Scores(scale, window, softcap)
     arguments = (arrays, pages, where, scores, shape, size, partials)
     parallel_for(_attend, arguments, num_chunks * num_parts if is_split else num_chunks)
     if is_split:

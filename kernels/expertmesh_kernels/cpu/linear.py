@@ -52,6 +52,21 @@ def linear(
     """
     x = array_at(x_address, num_rows * x_stride, like_x)
     out = array_at(out_address, num_rows * num_columns, like_out)
+    multiply_panels(x, x_stride, num_rows, panels, depth, bias_N, out, num_columns)
+
+
+@njit
+def multiply_panels(
+    x: NDArray[np.generic],
+    x_stride: int,
+    num_rows: int,
+    panels: NDArray[np.generic],
+    depth: int,
+    bias_N: NDArray[np.float32],
+    out: NDArray[np.generic],
+    num_columns: int,
+) -> None:
+    """`linear` of flat arrays."""
     num_panels = -(-num_columns // PANEL)
     per_chunk = panels_per_chunk(panels, depth)
     parallel_for(

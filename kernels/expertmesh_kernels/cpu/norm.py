@@ -88,7 +88,18 @@ def add_rms_norm(
     size = num_rows * weight.size
     x, y = array_at(x_address, size, like), array_at(y_address, size, like)
     total, out = array_at(sum_address, size, like), array_at(out_address, size, like)
-    rows = (x, y, total, out)
+    add_norm_rows((x, y, total, out), weight, eps, round_first)
+
+
+@njit
+def add_norm_rows(
+    rows: tuple[NDArray[np.generic], ...],
+    weight: NDArray[np.float32],
+    eps: np.float32,
+    round_first: bool,
+) -> None:
+    """`add_rms_norm` of flat x, y, sum, out; sum may be x."""
+    num_rows = rows[0].size // weight.size
     parallel_for(_add_norm_chunk, (rows, weight, eps, round_first), -(-num_rows // _ROWS_PER_CHUNK))
 
 
