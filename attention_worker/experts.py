@@ -22,12 +22,12 @@ from attention_worker.expert_stream import DEFAULT_ROW_CREDITS, ExpertStream
 from attention_worker.outcomes import Waiting
 from attention_worker.remote_call import Batch, Progress, RemoteCall
 from expert_worker.store import ExpertStore
-from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh.model_config import Activation, DtypeName, ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.wire import WireDtype, fingerprint64, incarnation, max_message_bytes
 from expertmesh.wire_encode import CallId
-from expertmesh_kernels.grouped_mlp import combined_mlp
+from expertmesh_kernels.grouped_mlp import ExpertTable, combined_mlp
 from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.router import Routing
 
@@ -119,6 +119,11 @@ class LocalExperts:
         """Computes at once; see ExpertClient."""
         with self._store.lease(layer) as experts:
             return Finished(combined_mlp(h_TH, routing, experts, self._activations[layer]))
+
+    def resident(self, layer: int) -> tuple[ExpertTable, Activation]:
+        """The experts of a layer for good, since none is ever unloaded here."""
+        with self._store.lease(layer) as experts:
+            return experts, self._activations[layer]
 
     def warm_up(self) -> None:
         """Compiles what calls need: a row of zeros through each layer, whose formats may differ."""

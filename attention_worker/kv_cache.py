@@ -16,6 +16,7 @@ from attention_worker.kv_groups import KvPlan, plan_kv_groups
 from expertmesh.errors import SettingsError
 from expertmesh.kv_groups import KvGroups
 from expertmesh.model_config import ModelConfig
+from expertmesh_kernels.decoder_layers import LayerPages
 from expertmesh_kernels.paged_attention import KvCache
 
 
@@ -57,6 +58,8 @@ class PagedKvCache:
             KvCache(self.pool, offset * block_size, layer.attention.kv, block_size)
             for offset, layer in zip(plan.offset_of_layer, config.layers, strict=True)
         )
+        self.pages = LayerPages.of(self.layers, plan.group_of_layer)
+        """The same, as kernels for several layers take them."""
 
 
 def _block_bytes(plan: KvPlan, block_size: int, dtype: torch.dtype) -> int:

@@ -17,6 +17,7 @@ from attention_worker.model import Model
 from attention_worker.model_states.model_state import ModelState
 from attention_worker.overlap import Splitter, StepTime, halves, run_in_turn
 from attention_worker.routed_experts import NoRecorder
+from attention_worker.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,16 @@ class ForwardPasses:
 
     Args:
         model: What is computed.
+        stages: Its layers, as they are gone through.
         state: Where rows find what came before them.
         splitter: Decides how many micro-batches a step has.
     """
 
-    def __init__(self, model: Model, state: ModelState, splitter: Splitter) -> None:
+    def __init__(
+        self, model: Model, stages: Sequence[Stage], state: ModelState, splitter: Splitter
+    ) -> None:
         self._model = model
+        self._stages = stages
         self._state = state
         self._splitter = splitter
 
@@ -85,7 +90,7 @@ class ForwardPasses:
                 schedule.slots_S, batch.sequence_of_row_T[part.rows], batch.positions_T[part.rows]
             )
             token_ids_T = batch.token_ids_T[torch.from_numpy(part.rows).to(self._model.device)]
-            passes.append(self._model.layer_by_layer(token_ids_T, inputs, part.calls))
+            passes.append(self._model.layer_by_layer(token_ids_T, inputs, part.calls, self._stages))
         results = run_in_turn(passes)
         if len(results) == 1:
             return results[0]

@@ -6,7 +6,7 @@ a family. All math goes through `expertmesh_kernels`, apart from gathers and res
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from attention_worker.layers.ffn import ExpertCalls, Ffn
 from attention_worker.layers.logits import LogitsEdit
 from attention_worker.layers.norm import Norm, ResidualNorm
 from attention_worker.model_states.paged_kv import AttentionInputs
+from attention_worker.stages import Stage
 from expertmesh.model_config import ModelConfig
 from expertmesh_kernels.linear import PackedLinear, linear
 
@@ -59,25 +60,32 @@ class Model:
     """Applied in order to what `lm_head` gives."""
 
     def layer_by_layer(
-        self, token_ids_T: Tensor, inputs: AttentionInputs, calls: ExpertCalls
+        self,
+        token_ids_T: Tensor,
+        inputs: AttentionInputs,
+        calls: ExpertCalls,
+        stages: Sequence[Stage],
     ) -> Generator[None, None, Tensor]:
         """Normalised hidden states after the last layer, [T, H]; the rows' keys and values are
-        written. Pauses in every layer while rows travel.
+        written. Pauses in every layer whose rows travel.
+
+        Args:
+            token_ids_T: Of the rows.
+            inputs: Where they find keys and values.
+            calls: How MoE layers reach their experts.
+            stages: All layers, in the pieces of `choose_stages`.
 
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy within its deadline.
         """
         x_TH = self.embed_VH[token_ids_T]
-        h_TH = self.layers[0].input_norm(x_TH)
-        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
-            x_TH, h_TH = layer.first_half(x_TH, h_TH, inputs)
-            begun = layer.ffn.begin(h_TH, calls)
-            yield
-            x_TH, h_TH = next_norm.add(x_TH, layer.ffn_out_norm(begun.result()))
-        return h_TH
+        rows = x_TH, self.layers[0].input_norm(x_TH)
+        for stage in stages:
+            rows = yield from stage.run(rows, inputs, calls)
+        return rows[1]
 
     @cached_property
-    def _next_norms(self) -> tuple[ResidualNorm, ...]:
+    def next_norms(self) -> tuple[ResidualNorm, ...]:
         """What reads the residual stream after each layer."""
         return (*(layer.input_norm for layer in self.layers[1:]), self.norm)
 

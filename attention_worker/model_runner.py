@@ -30,6 +30,7 @@ from attention_worker.prompt_logprobs import prompt_logprobs
 from attention_worker.request_slots import RequestSlots
 from attention_worker.routed_experts import routing_recorder
 from attention_worker.sampler import ChosenTokens, choose_tokens, no_tokens
+from attention_worker.stages import choose_stages
 from attention_worker.step_deltas import MalformedStepError, StepDeltas
 from attention_worker.step_times import StepTimes, TimedExperts
 from expertmesh.errors import ExpertUnavailableError
@@ -78,7 +79,9 @@ class ModelRunner:
         self.grammars = grammars
         self.on_logits: LogitsObserver = ignore_logits
         self._experts = experts
-        self._passes = ForwardPasses(model, state, splitter or SplitByTimes())
+        self._passes = ForwardPasses(
+            model, choose_stages(model, experts), state, splitter or SplitByTimes()
+        )
         self._slots = RequestSlots(limits.num_request_slots, model.max_model_len)
         self._deltas = StepDeltas(
             self._slots, state, model.config.vocab_size, limits.max_step_tokens

@@ -59,7 +59,7 @@ class Compiled:
         self, x_TH: Tensor, h_TH: Tensor, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor]:
         """See FirstHalf."""
-        kv = inputs.layers[self.layer]
+        kv = inputs.of_layer(self.layer)
         attention_half_(
             x_TH, h_TH, self.half, kv.cache, kv.block_tables_SB, inputs.sequence_of_row_T,
             inputs.positions_T, kv.kv_slots_T,

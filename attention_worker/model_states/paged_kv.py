@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.model_states.block_tables import BlockTables
+from expertmesh_kernels.decoder_layers import LayerPages, StepPlaces
 from expertmesh_kernels.paged_attention import KvCache
 
 
@@ -34,14 +35,27 @@ class LayerInputs(NamedTuple):
 class AttentionInputs:
     """Where the rows of a step find their keys and values."""
 
-    positions_T: npt.NDArray[np.int32]
-    sequence_of_row_T: npt.NDArray[np.int32]
-    """Row of a layer's `block_tables_SB`."""
-    layers: tuple[LayerInputs, ...]
+    places: StepPlaces
+    caches: tuple[KvCache, ...]
+    """By layer."""
+    pages: LayerPages
+    """The same, as kernels for several layers take them."""
+
+    @property
+    def positions_T(self) -> npt.NDArray[np.int32]:
+        """Position of each row in its sequence."""
+        return self.places.positions_T
+
+    @property
+    def sequence_of_row_T(self) -> npt.NDArray[np.int32]:
+        """Row of a layer's `block_tables_SB`."""
+        return self.places.sequence_of_row_T
 
     def of_layer(self, layer: int) -> LayerInputs:
         """What one layer needs."""
-        return self.layers[layer]
+        group = self.pages.group_of_layer_L[layer]
+        tables_SB, slots_T = self.places.block_tables_GSB[group], self.places.slots_GT[group]
+        return LayerInputs(self.caches[layer], tables_SB, slots_T)
 
 
 class PagedKvState:
@@ -106,16 +120,12 @@ class PagedKvState:
         size = self.kv.block_size
         used_blocks = int(positions_T.max()) // size + 1
         index_T, offset_T = np.divmod(positions_T, size)
-        places = []
-        for tables in self._tables:
-            tables_SB = tables.gather(slots_S, used_blocks)
-            block_T = tables_SB[sequence_of_row_T, index_T].astype(np.int64)
-            places.append((tables_SB, block_T * size + offset_T))
-        layers = tuple(
-            LayerInputs(cache, *places[group])
-            for cache, group in zip(self.kv.layers, self.kv.group_of_layer, strict=True)
-        )
-        return AttentionInputs(positions_T, sequence_of_row_T, layers)
+        tables_GSB = np.stack([tables.gather(slots_S, used_blocks) for tables in self._tables])
+        slots_GT = tables_GSB[:, sequence_of_row_T, index_T].astype(np.int64)
+        slots_GT *= size
+        slots_GT += offset_T
+        places = StepPlaces(tables_GSB, sequence_of_row_T, positions_T, slots_GT)
+        return AttentionInputs(places, self.kv.layers, self.kv.pages)
 
     def commit(self, slots_S: npt.NDArray[np.int64], num_tokens_S: npt.NDArray[np.int64]) -> None:
         """Nothing: keys and values count as far as tokens do; see ModelState."""

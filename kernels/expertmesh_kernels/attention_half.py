@@ -16,7 +16,7 @@ from torch import Tensor
 
 from expertmesh_kernels.cpu.attention_half import Half, Numbers
 from expertmesh_kernels.cpu.attention_half import attention_half as cpu_attention_half
-from expertmesh_kernels.host import LIKE, as_array
+from expertmesh_kernels.host import LIKE, address, as_array
 from expertmesh_kernels.linear import PackedLinear
 from expertmesh_kernels.paged_attention import AttentionOptions, KvCache
 from expertmesh_kernels.rope import RopeTable
@@ -93,29 +93,29 @@ class AttentionHalf:
         _, window, _ = self.options.scores
         half = Half(
             hidden=self.qkv.in_features,
-            qkv_at=_address(self.qkv.panels),
+            qkv_at=address(self.qkv.panels),
             qkv_size=self.qkv.panels.size,
             qkv_depth=self.qkv.depth,
             qkv_columns=self.qkv.out_features,
-            qkv_bias_at=_address(qkv_bias),
-            q_norm_at=_address(q_norm),
+            qkv_bias_at=address(qkv_bias),
+            q_norm_at=address(q_norm),
             q_norm_size=q_norm.size,
-            k_norm_at=_address(k_norm),
+            k_norm_at=address(k_norm),
             k_norm_size=k_norm.size,
-            cos_at=_address(cos),
-            sin_at=_address(sin),
+            cos_at=address(cos),
+            sin_at=address(sin),
             num_positions=cos.shape[0],
             num_pairs=cos.shape[1],
             is_interleaved=self.rope.interleaved,
             num_heads=self.num_heads,
             value_dim=self.options.value_dim,
             window=window,
-            sinks_at=_address(sinks),
-            o_at=_address(self.o.panels),
+            sinks_at=address(sinks),
+            o_at=address(self.o.panels),
             o_size=self.o.panels.size,
             o_depth=self.o.depth,
-            o_bias_at=_address(o_bias),
-            norm_at=_address(norm),
+            o_bias_at=address(o_bias),
+            norm_at=address(norm),
             heads_round_first=self.head_norms is not None and self.head_norms.round_first,
             round_first=self.norm.round_first,
         )
@@ -170,7 +170,3 @@ def attention_half_(
         half.fields, half.numbers, cache.pages, block_tables_SB, sequence_of_row_T, positions_T,
         slots_T,
     )  # fmt: skip
-
-
-def _address(array: NDArray[np.generic]) -> int:
-    return int(array.ctypes.data) if array.size else 0

@@ -78,6 +78,11 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     return (tensor if bits is None else tensor.view(bits)).numpy()
 
 
+def address(array: NDArray[np.generic]) -> int:
+    """Of the memory of an array, which its owner keeps; 0 if it is empty."""
+    return int(array.ctypes.data) if array.size else 0
+
+
 def as_rows(tensor: Tensor) -> tuple[NDArray[Any], int]:
     """The memory of a tensor [T, ...] with contiguous rows, flat, and the distance of two rows.
 
