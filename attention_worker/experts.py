@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from attention_worker.exchange import Dispatch, Exchange, NoExchange
@@ -28,7 +26,6 @@ from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.wire import WireDtype, fingerprint64, incarnation, max_message_bytes
 from expertmesh.wire_encode import CallId
 from expertmesh_kernels.grouped_mlp import ExpertTable, combined_mlp
-from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.router import Routing
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -124,17 +121,6 @@ class LocalExperts:
         """The experts of a layer for good, since none is ever unloaded here."""
         with self._store.lease(layer) as experts:
             return experts, self._activations[layer]
-
-    def warm_up(self) -> None:
-        """Compiles what calls need: a row of zeros through each layer, whose formats may differ."""
-        config = self._store.config
-        dtype = TORCH_DTYPES[self._store.dtype]
-        for layer in config.moe_layers:
-            top_k = config.moe_ffn(layer).gate.top_k
-            ids_TK = np.arange(top_k, dtype=np.int32)[None]
-            routing = Routing(ids_TK, np.zeros(ids_TK.shape, np.float32))
-            h_TH = torch.zeros(1, config.hidden_size, dtype=dtype, device=self._store.device)
-            self.dispatch(layer, h_TH, routing, 0, 0.0)
 
     def close(self) -> None:
         """Nothing to end."""

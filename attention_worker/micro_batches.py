@@ -17,7 +17,7 @@ from attention_worker.model import Model
 from attention_worker.model_states.model_state import ModelState
 from attention_worker.overlap import Splitter, StepTime, halves, run_in_turn
 from attention_worker.routed_experts import NoRecorder
-from attention_worker.stages import Stage
+from attention_worker.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,7 @@ class ForwardPasses:
         splitter: Decides how many micro-batches a step has.
     """
 
-    def __init__(
-        self, model: Model, stages: Sequence[Stage], state: ModelState, splitter: Splitter
-    ) -> None:
+    def __init__(self, model: Model, stages: Stages, state: ModelState, splitter: Splitter) -> None:
         self._model = model
         self._stages = stages
         self._state = state
@@ -85,12 +83,13 @@ class ForwardPasses:
 
     def _run_parts(self, schedule: Schedule, batch: Batch, parts: Sequence[_Part]) -> Tensor:
         passes = []
+        stages = self._stages.pausing if len(parts) > 1 else self._stages.few
         for part in parts:
             inputs = self._state.prepare(
                 schedule.slots_S, batch.sequence_of_row_T[part.rows], batch.positions_T[part.rows]
             )
             token_ids_T = batch.token_ids_T[torch.from_numpy(part.rows).to(self._model.device)]
-            passes.append(self._model.layer_by_layer(token_ids_T, inputs, part.calls, self._stages))
+            passes.append(self._model.layer_by_layer(token_ids_T, inputs, part.calls, stages))
         results = run_in_turn(passes)
         if len(results) == 1:
             return results[0]

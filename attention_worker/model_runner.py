@@ -79,9 +79,8 @@ class ModelRunner:
         self.grammars = grammars
         self.on_logits: LogitsObserver = ignore_logits
         self._experts = experts
-        self._passes = ForwardPasses(
-            model, choose_stages(model, experts), state, splitter or SplitByTimes()
-        )
+        self.stages = choose_stages(model, experts)
+        self._passes = ForwardPasses(model, self.stages, state, splitter or SplitByTimes())
         self._slots = RequestSlots(limits.num_request_slots, model.max_model_len)
         self._deltas = StepDeltas(
             self._slots, state, model.config.vocab_size, limits.max_step_tokens

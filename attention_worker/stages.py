@@ -82,11 +82,26 @@ class CompiledLayers:
         yield
 
 
-def choose_stages(model: Model, experts: ExpertClient) -> tuple[Stage, ...]:
-    """As few stages as there can be with these experts."""
+@dataclass(frozen=True)
+class Stages:
+    """All layers of a model, in two ways."""
+
+    few: tuple[Stage, ...]
+    """As few as there can be: nothing else runs while rows travel."""
+    pausing: tuple[Stage, ...]
+    """Each pauses while its rows travel: another micro-batch may run then."""
+
+
+def choose_stages(model: Model, experts: ExpertClient) -> Stages:
+    """The stages of a model with these experts."""
     single = tuple(map(OneLayer, model.layers, model.next_norms))
     if not isinstance(experts, LocalExperts):
-        return single
+        return Stages(single, single)
+    return Stages(_joined(model, single, experts), single)
+
+
+def _joined(model: Model, single: tuple[OneLayer, ...], experts: LocalExperts) -> tuple[Stage, ...]:
+    """Successive layers that one kernel takes are one stage."""
     like = LIKE[model.dtype].dtype
     parts = [_compiled_parts(stage, experts) for stage in single]
     stages: list[Stage] = []

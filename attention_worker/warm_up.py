@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_worker.drafts import Speculation
-from attention_worker.experts import Pending
+from attention_worker.experts import ExpertClient, Pending
 from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.model import Model
@@ -27,7 +27,6 @@ from expertmesh.wire import WireDtype
 from expertmesh.wire_encode import CallId, CallTarget, RequestFrame
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.dispatch import as_bits, empty_bits, plan_dispatch, scatter_rows
-from expertmesh_kernels.host import TORCH_DTYPES
 from expertmesh_kernels.router import Routing
 
 _NO_CALL = CallId(gateway=0, epoch=0, step=0, layer=0, micro_batch=0)
@@ -48,8 +47,14 @@ class _Zeros:
         return combine(outputs_SH.to(self.h_TH.device), self.routing.topk_weights_TK)
 
 
-class _ZeroExperts:
-    """Stands in for expert workers, which may not be known yet: splits and combines rows only."""
+class ZeroExperts:
+    """Stands in for expert workers, which may not be known yet: splits and combines rows only.
+
+    Args:
+        num_experts: Of a layer.
+        dtype: Of outputs.
+        wire_dtype: How hidden states will travel.
+    """
 
     def __init__(self, num_experts: int, dtype: DtypeName, wire_dtype: WireDtype) -> None:
         self._worker_of_expert_E = np.zeros(num_experts, np.int32)
@@ -81,21 +86,19 @@ class _ZeroExperts:
         return _Zeros(h_TH, routing)
 
 
-def warm_up(model: Model, kv: PagedKvCache, wire_dtype: WireDtype | None = None) -> None:
-    """Runs a prompt step and a decode step of two sequences with zeros for experts' outputs.
+def warm_up(model: Model, kv: PagedKvCache, experts: ExpertClient) -> None:
+    """Runs a prompt step and a decode step of two sequences.
 
     What it writes to the KV pool is never read.
 
     Args:
         model: What is served.
         kv: Its pool.
-        wire_dtype: How hidden states will travel; by default as they are.
+        experts: Those that will serve, or `ZeroExperts`.
 
     Raises:
         RuntimeError: A step fails, so no request could be served either.
     """
-    dtype = next(name for name, kind in TORCH_DTYPES.items() if kind == model.dtype)
-    experts = _ZeroExperts(model.config.num_experts, dtype, wire_dtype or dtype)
     limits = RunnerLimits(
         num_request_slots=2, max_step_tokens=8, speculation=Speculation(num_tokens=1)
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from attention_worker.drafts import Speculation
-from attention_worker.experts import LocalExperts, RemoteExperts
+from attention_worker.experts import ExpertClient, LocalExperts, RemoteExperts
 from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import (
     KvPoolSettings,
@@ -22,7 +22,7 @@ from attention_worker.membership import MapUser, NoMapUser
 from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.server import AttentionServer, AttentionServicer
-from attention_worker.warm_up import warm_up
+from attention_worker.warm_up import ZeroExperts, warm_up
 from expert_worker.store import ExpertStore
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.checkpoint import Checkpoint
@@ -82,7 +82,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     model = load_model(checkpoint, dtype, device, pool.max_model_len)
     experts, map_user = _experts(settings, checkpoint, dtype_name)
     kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
-    warm_up(model, kv, _wire_dtype(settings, dtype_name))
+    warm_up(model, kv, _warm_up_experts(experts, config, dtype_name, settings))
     grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
     grammars.prepare()
     state = PagedKvState(kv, pool.max_num_seqs, pool.max_model_len)
@@ -133,9 +133,19 @@ def _experts(
     for layer in checkpoint.config.moe_layers:
         for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
-    local = LocalExperts(store)
-    local.warm_up()
-    return local, NoMapUser()
+    return LocalExperts(store), NoMapUser()
+
+
+def _warm_up_experts(
+    experts: LocalExperts | RemoteExperts,
+    config: ModelConfig,
+    dtype: DtypeName,
+    settings: AttentionWorkerSettings,
+) -> ExpertClient:
+    """What the first steps reach, while expert workers may not be known yet."""
+    if isinstance(experts, LocalExperts):
+        return experts
+    return ZeroExperts(config.num_experts, dtype, _wire_dtype(settings, dtype))
 
 
 def _wire_dtype(settings: AttentionWorkerSettings, dtype: DtypeName) -> WireDtype:

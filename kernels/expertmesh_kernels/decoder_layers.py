@@ -109,6 +109,10 @@ class StepPlaces(NamedTuple):
     """block * block_size + offset of each row, by KV group."""
 
 
+LayerArrays = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]
+"""Fields [L, ...] of `Half`, `Numbers`, `Moe` and `MoeNumbers`."""
+
+
 @dataclass(frozen=True)
 class LocalLayers:
     """Successive layers, all of one `LayerKey`."""
@@ -117,7 +121,7 @@ class LocalLayers:
     moes: tuple[LocalMoe, ...]
 
     @cached_property
-    def arrays(self) -> tuple[NDArray[np.generic], ...]:
+    def arrays(self) -> LayerArrays:
         """Fields of all layers, as the kernel takes them."""
         return (
             np.stack([half.fields for half in self.halves]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention_worker.model_runner import ModelRunner
-from attention_worker.warm_up import warm_up
+from attention_worker.warm_up import ZeroExperts, warm_up
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -241,7 +241,11 @@ def test_warm_up_leaves_no_trace(models: Models, shape: object) -> None:
     plain = RunnerDriver(make_runner(model_dir))
     expected = plain.submit(PROMPT, 4)
     plain.run()
-    warm_up(runner.model, runner.state.kv)
+    for experts in (
+        ZeroExperts(runner.model.config.num_experts, "float32", "float32"),
+        local_experts(Checkpoint.open(model_dir), "float32"),
+    ):
+        warm_up(runner.model, runner.state.kv, experts)
     driver = RunnerDriver(runner)
     request = driver.submit(PROMPT, 4)
     driver.run()
