@@ -61,6 +61,7 @@ class ForwardPasses:
         try:
             results = self._run_parts(schedule, batch, parts)
         finally:
+            calls.dispatch_s += sum(part.calls.dispatch_s for part in parts)
             calls.wait_s += sum(part.calls.wait_s for part in parts)
         self._splitter.see(
             StepTime(
@@ -101,4 +102,4 @@ class ForwardPasses:
 
 def _calls_of(rows: npt.NDArray[np.int64], batch: Batch, calls: ExpertCalls) -> ExpertCalls:
     num_generated = int(np.searchsorted(rows, batch.num_generated_rows))
-    return replace(calls, num_generated_rows=num_generated, wait_s=0.0, busy_s=0.0)
+    return replace(calls, num_generated_rows=num_generated, dispatch_s=0.0, wait_s=0.0, busy_s=0.0)

@@ -32,7 +32,7 @@ from attention_worker.routed_experts import routing_recorder
 from attention_worker.sampler import ChosenTokens, choose_tokens, no_tokens
 from attention_worker.stages import choose_stages
 from attention_worker.step_deltas import MalformedStepError, StepDeltas
-from attention_worker.step_times import StepTimes, TimedExperts
+from attention_worker.step_times import StepTimes
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
@@ -106,7 +106,7 @@ class ModelRunner:
         """
         started_s = time.monotonic()
         times = StepTimes()
-        calls = self._expert_calls(step, started_s, times)
+        calls = self._expert_calls(step, started_s)
         try:
             response = self._execute(step, calls, times)
         except MalformedStepError as error:
@@ -117,7 +117,7 @@ class ModelRunner:
             logger.exception("step %d failed", step.step)
             response = _failed(f"{type(error).__name__}: {error}")
         response.step = step.step
-        times.report(response, time.monotonic() - started_s, calls.wait_s)
+        times.report(response, time.monotonic() - started_s, calls)
         return response
 
     def _execute(
@@ -159,12 +159,10 @@ class ModelRunner:
         response.drafts.extend(self._drafter.propose(tokens, self._slots))
         return response
 
-    def _expert_calls(
-        self, step: pb.StepRequest, started_s: float, times: StepTimes
-    ) -> ExpertCalls:
+    def _expert_calls(self, step: pb.StepRequest, started_s: float) -> ExpertCalls:
         limit_s = step.time_limit_ms / 1000 if step.time_limit_ms else float("inf")
         return ExpertCalls(
-            client=TimedExperts(self._experts, times),
+            client=self._experts,
             timeout_s=self.limits.expert_call_timeout_s,
             step_deadline_s=started_s + limit_s,
         )

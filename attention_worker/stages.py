@@ -76,7 +76,9 @@ class CompiledLayers:
     ) -> Generator[None, None, Rows]:
         """See Stage; never pauses."""
         pages = inputs.pages.part(self.first, len(self.layers.halves))
-        for topk_ids_TK in local_layers_(*rows, self.layers, pages, inputs.places):
+        ids_LTK, experts_s = local_layers_(*rows, self.layers, pages, inputs.places)
+        calls.dispatch_s += experts_s
+        for topk_ids_TK in ids_LTK:
             calls.recorder.record(topk_ids_TK)
         return rows
         yield

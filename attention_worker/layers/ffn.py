@@ -18,7 +18,7 @@ from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import sigmoid_scaled
 from expertmesh_kernels.grouped_mlp import ExpertWeights, gated_mlp
 from expertmesh_kernels.linear import PackedLinear, linear
-from expertmesh_kernels.router import Gate, choose_experts
+from expertmesh_kernels.router import Gate, Routing, choose_experts
 
 
 @dataclass
@@ -32,6 +32,8 @@ class ExpertCalls:
     """End of the step on the monotonic clock."""
     num_generated_rows: int = 0
     """Token class: rows [0, num_generated_rows) are generated tokens."""
+    dispatch_s: float = 0.0
+    """Time spent handing rows to experts so far; those in this process compute them then."""
     wait_s: float = 0.0
     """Time spent waiting for outputs so far."""
     busy_s: float = 0.0
@@ -39,9 +41,17 @@ class ExpertCalls:
     recorder: RoutingRecorder = field(default_factory=NoRecorder)
     """Is told which experts were chosen."""
 
-    def deadline_s(self) -> float:
-        """Deadline of a call that starts now, on the monotonic clock."""
-        return min(time.monotonic() + self.timeout_s, self.step_deadline_s)
+    def dispatch(self, layer: int, h_TH: Tensor, routing: Routing) -> Pending:
+        """Sends rows to their experts; the time it takes counts as such.
+
+        Raises:
+            ExpertUnavailableError: A routed expert has no usable copy.
+        """
+        started_s = time.monotonic()
+        deadline_s = min(started_s + self.timeout_s, self.step_deadline_s)
+        pending = self.client.dispatch(layer, h_TH, routing, self.num_generated_rows, deadline_s)
+        self.dispatch_s += time.monotonic() - started_s
+        return pending
 
     def wait_for(self, pending: Pending) -> Tensor:
         """The result of a call; the time it took counts as waited for.
@@ -140,9 +150,7 @@ class MoeFfn:
         """The weighted sum over each row's experts, plus the shared experts."""
         routing = choose_experts(h_TH, self.gate)
         calls.recorder.record(routing.topk_ids_TK)
-        pending = calls.client.dispatch(
-            self.layer, h_TH, routing, calls.num_generated_rows, calls.deadline_s()
-        )
+        pending = calls.dispatch(self.layer, h_TH, routing)
         return _MoeResult(pending, calls, [expert(h_TH) for expert in self.shared])
 
 

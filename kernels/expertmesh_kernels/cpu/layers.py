@@ -16,6 +16,7 @@ from expertmesh_kernels.cpu.memory import FLOATS, array_at
 from expertmesh_kernels.cpu.mlp import NUM_PARTS, combined_mlp
 from expertmesh_kernels.cpu.norm import add_norm_rows
 from expertmesh_kernels.cpu.router import gate_and_route
+from expertmesh_kernels.cpu.sockets import monotonic_ns
 
 
 class Moe(NamedTuple):
@@ -76,7 +77,7 @@ def local_layers(
 ) -> int:
     """The residual stream after some layers and what comes next reads, both in place.
 
-    Returns -1, or the first layer in which an expert is not in the table; then all is undefined.
+    Returns the time that gates and experts took, in nanoseconds.
 
     Args:
         x_address: Of the residual stream, contiguous rows.
@@ -92,6 +93,7 @@ def local_layers(
         slots_GT: block * block_size + offset of each row, by KV group.
         ids_LTK: Takes the chosen experts.
     """
+    experts_ns = 0
     halves_LF, numbers_LF, moes_LF, moe_numbers_LF = layers
     like, like_panels, form, like_experts = likes
     for layer in range(pages_LF.shape[0]):
@@ -102,13 +104,13 @@ def local_layers(
             slots_GT[group],
         )  # fmt: skip
         hidden = halves_LF[layer, 0]
-        is_whole = _moe_half(
+        started_ns = monotonic_ns()
+        _moe_half(
             x_address, h_address, hidden, like, like_experts, moes_LF[layer],
             moe_numbers_LF[layer], ids_LTK[layer],
         )  # fmt: skip
-        if not is_whole:
-            return layer
-    return -1
+        experts_ns += monotonic_ns() - started_ns
+    return experts_ns
 
 
 @njit
@@ -121,8 +123,8 @@ def _moe_half(
     fields: NDArray[np.int64],
     numbers: NDArray[np.float32],
     ids_TK: NDArray[np.int32],
-) -> bool:
-    """x += experts(h), h = norm(x); False if an expert is missing."""
+) -> None:
+    """x += experts(h), h = norm(x); no expert is missing."""
     moe = _moe_of(fields)
     options = MoeNumbers(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4])
     num_rows, top_k = ids_TK.shape
@@ -138,7 +140,7 @@ def _moe_half(
     )  # fmt: skip
     table = array_at(moe.table_at, moe.table_rows * NUM_PARTS, fields)
     out = np.empty(num_rows * hidden, like.dtype)
-    wrong_pair = combined_mlp(
+    combined_mlp(
         h_address, (num_rows, hidden), like, ids_TK, weights_TK,
         table.reshape((moe.table_rows, NUM_PARTS)),
         array_at(moe.like_at, moe.like_size, like_experts), moe.width, moe.kind, options.alpha,
@@ -150,7 +152,6 @@ def _moe_half(
     )
     weight = array_at(moe.norm_at, hidden, FLOATS)
     add_norm_rows((x, out, x, h), weight, options.eps, moe.round_first != 0)
-    return wrong_pair < 0
 
 
 @njit
