@@ -1,10 +1,10 @@
 """Dispatch and combine through the real codec and streams, against echoes of the same bytes.
 
 `python -m bench.rpc [--rows 1,8,32,512] [--workers 1,2] [--json FILE]`. Expert workers run in
-processes of their own and compute nothing, so that what is measured is everything else. A gRPC
-echo over one bidirectional stream and a blocking echo over a plain socket, in as many processes,
-answer messages of the same size with as many bytes as an expert worker does. All three take turns
-in one run, so that noise of the machine hits all of them.
+processes of their own and compute next to nothing, so that what is measured is everything else. A
+gRPC echo over one bidirectional stream and a blocking echo over a plain socket, in as many
+processes, answer messages of the same size with as many bytes as an expert worker does. All three
+take turns in one run, so that noise of the machine hits all of them.
 """
 
 from __future__ import annotations

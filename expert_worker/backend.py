@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from expert_worker.device_queue import DeviceQueue, Job
+from expert_worker.device_turn import Turn
 from expert_worker.store import ExpertStore
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.wire import RawArray
@@ -38,13 +39,18 @@ class ExpertOutputs:
 
 
 class ExpertBackend:
-    """Runs resident experts on rows. Safe to call from several threads: a queue owns the device."""
+    """Runs resident experts on rows. Safe to call from several threads: a queue owns the device.
 
-    def __init__(self, store: ExpertStore) -> None:
+    Args:
+        store: The experts.
+        turn: Of the device, if others use it too.
+    """
+
+    def __init__(self, store: ExpertStore, turn: Turn | None = None) -> None:
         self.store = store
         config = store.config
         self._activations = {layer: config.moe_ffn(layer).activation for layer in config.moe_layers}
-        self._queue = DeviceQueue(self._compute, MAX_MERGED_ROWS)
+        self._queue = DeviceQueue(self._compute, MAX_MERGED_ROWS, turn)
 
     def run(
         self,

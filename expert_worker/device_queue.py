@@ -5,6 +5,9 @@ thread for the device: whoever finds it free computes the oldest call and every 
 the same experts, for all of them, until its own is done. Nothing waits for others to come, so a
 call alone pays a lock, and calls that had to wait anyway cost one computation together. That
 changes no bit, as kernels are batch-invariant.
+
+Calls of direct connections are computed without the queue while nobody waits in it: see
+`expert_worker.compiled_calls`. A turn keeps them and the queue apart.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from expert_worker.device_turn import NoTurn, Turn
 from expertmesh_kernels.grouped_mlp import ExpertTable
 
 _LONGEST_WAIT_S = 120.0  # of a call without a deadline
@@ -60,11 +64,13 @@ class DeviceQueue:
     Args:
         compute: Called by one thread at a time.
         max_rows: Most rows of calls that are computed together.
+        turn: Of the device, if others use it too.
     """
 
-    def __init__(self, compute: Compute, max_rows: int) -> None:
+    def __init__(self, compute: Compute, max_rows: int, turn: Turn | None = None) -> None:
         self._compute = compute
         self._max_rows = max_rows
+        self._turn = turn or NoTurn()
         self._condition = threading.Condition(threading.Lock())
         self._waiting: list[Job] = []
         self._is_busy = False
@@ -77,19 +83,23 @@ class DeviceQueue:
             Exception: What computing it raised.
         """
         job.entered_s = time.monotonic()
-        with self._condition:
-            self._waiting.append(job)
-            while not job.is_done:
-                if self._is_busy:
-                    self._wait(job)
-                else:
-                    self._lead()
+        self._turn.want(1)
+        try:
+            with self._condition:
+                self._waiting.append(job)
+                while not job.is_done:
+                    if self._is_busy:
+                        self._wait(job)
+                    else:
+                        self._lead(job)
+        finally:
+            self._turn.want(-1)
         if job.error is not None:
             raise job.error
 
     def _wait(self, job: Job) -> None:
         """Until the device is free, the job is done or its time is up. The lock is held."""
-        left_s = _LONGEST_WAIT_S if job.deadline_s is None else job.deadline_s - time.monotonic()
+        left_s = _left_s(job)
         is_ours = job not in self._waiting  # taken: it will be done, whatever the time
         if not self._condition.wait(None if is_ours else max(0.0, left_s)) and not is_ours:
             self._give_up(job)
@@ -100,21 +110,40 @@ class DeviceQueue:
             waited_s = time.monotonic() - job.entered_s
             job.error = TimeoutError(f"the device was not free within {waited_s:.3f} s")
 
-    def _lead(self) -> None:
-        """Computes what is due first. The lock is held, but not while computing."""
-        batch = self._take()
+    def _lead(self, job: Job) -> None:
+        """Computes what is due first. The lock is held, but not while waiting or computing."""
+        self._is_busy = True
+        try:
+            if self._take_turn(job):
+                try:
+                    self._run_batch(self._take())
+                finally:
+                    self._turn.give_back()
+            else:
+                self._give_up(job)
+        finally:
+            self._is_busy = False
+            self._condition.notify_all()
+
+    def _take_turn(self, job: Job) -> bool:
+        """Waits until nothing else computes; False if the time of the job is up before."""
+        self._condition.release()
+        try:
+            return self._turn.take(_left_s(job))
+        finally:
+            self._condition.acquire()
+
+    def _run_batch(self, batch: list[Job]) -> None:
+        """Computes without the lock; whatever happens, nobody waits for ever."""
         if not batch:
             return
-        self._is_busy = True
         self._condition.release()
         try:
             self._run(batch)
         finally:
             self._condition.acquire()
-            self._is_busy = False
-            for job in batch:  # whatever happened, nobody waits for ever
+            for job in batch:
                 job.error = job.error if job.is_done else RuntimeError("it was not computed")
-            self._condition.notify_all()
 
     def _take(self) -> list[Job]:
         """The oldest job that still has time, and those that it can be computed with."""
@@ -123,7 +152,6 @@ class DeviceQueue:
             if job.deadline_s is not None and job.deadline_s <= now_s:
                 self._give_up(job)
         if not self._waiting:
-            self._condition.notify_all()
             return []
         oldest = min(self._waiting, key=lambda job: job.age_s)  # the first of equals
         batch, num_rows = [oldest], oldest.x_RH.shape[0]
@@ -154,6 +182,11 @@ class DeviceQueue:
             job.started_s = started_s
             job.compute_s = compute_s * len(job.row_of_pair_N) / max(1, num_pairs)
             job.outputs_NH = outputs_NH
+
+
+def _left_s(job: Job) -> float:
+    """Longest time that a job may still wait."""
+    return _LONGEST_WAIT_S if job.deadline_s is None else job.deadline_s - time.monotonic()
 
 
 class StepAges:

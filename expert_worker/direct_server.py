@@ -1,7 +1,8 @@
 """Direct connections to an expert worker; see `expertmesh.direct`.
 
 Threads: `direct-accept`, and `direct-PORT` for each connection, which reads a call, answers it, and
-reads the next. A connection belongs to a Forward stream and ends with it.
+reads the next, here or in compiled code (`expert_worker.compiled_calls`). A connection belongs to a
+Forward stream and ends with it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from expertmesh.wire_encode import Parts
 logger = logging.getLogger(__name__)
 
 Answer = Callable[[Received[pb.ForwardRequest]], Parts]
+AnswerAll = Callable[[socket.socket], None]
+"""Answers the calls of a connection until it ends; raises OSError then."""
 Metadata = tuple[tuple[str, str], ...]
 
 _HELLO_TIMEOUT_S = 5.0
@@ -40,11 +43,21 @@ _ACCEPT_PAUSE_S = 0.1  # after a failure, such as too many open files
 _MAX_STRANGERS = 16  # connections that have not shown a token yet
 
 
+class DirectCalls(Protocol):
+    """Answers what comes over direct connections."""
+
+    def answer_all(self, connection: socket.socket) -> None:
+        """Answers the calls of a connection until it ends; raises OSError then."""
+
+    def warm_up(self, message: bytes) -> None:
+        """Answers a call as if it came over the network; counts nothing."""
+
+
 class DirectOffers(Protocol):
     """Offers direct connections to Forward streams, or does not."""
 
-    def serve(self, answer: Answer) -> None:
-        """Accepts connections from now on."""
+    def serve(self, answer_all: AnswerAll) -> None:
+        """Accepts connections from now on, and has their calls answered."""
 
     def offer(self) -> AbstractContextManager[Metadata]:
         """A context with the initial metadata of one stream; its connection ends with it."""
@@ -56,7 +69,7 @@ class DirectOffers(Protocol):
 class NoDirectServer:
     """Offers nothing: calls come over gRPC."""
 
-    def serve(self, answer: Answer) -> None:
+    def serve(self, answer_all: AnswerAll) -> None:
         """There is nothing to serve."""
 
     @contextmanager
@@ -74,27 +87,25 @@ class DirectServer:
     Args:
         host: Address to bind.
         port: Port to bind; 0 picks a free one.
-        max_message_bytes: Longest call.
 
     Raises:
         PortError: The address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, max_message_bytes: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self._listener = bind(host, port)
         self._listener.listen(_BACKLOG)
         self.port = int(self._listener.getsockname()[1])
-        self._max_message_bytes = max_message_bytes
-        self._parse = receiver(pb.ForwardRequest)
         self._lock = threading.Lock()
         self._connections: dict[bytes, socket.socket | None] = {}  # of open streams, by token
         self._strangers: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._stopped = threading.Event()
 
-    def serve(self, answer: Answer) -> None:
-        """Accepts connections from now on, and answers their calls."""
-        self._start(threading.Thread(target=self._accept, args=(answer,), name="direct-accept"))
+    def serve(self, answer_all: AnswerAll) -> None:
+        """Accepts connections from now on, and has their calls answered."""
+        accept = threading.Thread(target=self._accept, args=(answer_all,), name="direct-accept")
+        self._start(accept)
 
     @contextmanager
     def offer(self) -> Iterator[Metadata]:
@@ -129,7 +140,7 @@ class DirectServer:
             self._threads = {known for known in self._threads if known.is_alive()} | {thread}
             thread.start()
 
-    def _accept(self, answer: Answer) -> None:
+    def _accept(self, answer_all: AnswerAll) -> None:
         while not self._stopped.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -145,14 +156,15 @@ class DirectServer:
                 connection.close()
                 continue
             name = f"direct-{connection.fileno()}"
-            self._start(threading.Thread(target=self._run, args=(connection, answer), name=name))
+            arguments = connection, answer_all
+            self._start(threading.Thread(target=self._run, args=arguments, name=name))
 
-    def _run(self, connection: socket.socket, answer: Answer) -> None:
+    def _run(self, connection: socket.socket, answer_all: AnswerAll) -> None:
         with connection:
             try:
                 tune(connection)
                 if self._admit(connection):
-                    self._answer_all(connection, answer)
+                    answer_all(connection)
             except DirectConnectionError as error:
                 logger.debug("a direct connection ended: %s", error)
             except OSError as error:
@@ -174,12 +186,34 @@ class DirectServer:
         connection.sendall(MAGIC)
         return True
 
-    def _answer_all(self, connection: socket.socket, answer: Answer) -> None:
-        """Answers calls in order until the connection ends."""
+
+class ParsedCalls:
+    """Answers calls of connections in Python, each in the thread that calls `answer_all`.
+
+    Args:
+        answer: Answers a call.
+        max_message_bytes: Longest call.
+    """
+
+    def __init__(self, answer: Answer, max_message_bytes: int) -> None:
+        self._answer = answer
+        self._max_message_bytes = max_message_bytes
+        self._parse = receiver(pb.ForwardRequest)
+
+    def warm_up(self, message: bytes) -> None:
+        """There is nothing that others have not warmed up."""
+
+    def answer_all(self, connection: socket.socket) -> None:
+        """Answers calls in order until the connection ends.
+
+        Raises:
+            DirectConnectionError: The peer closed it, or announced too long a message.
+            OSError: It is lost.
+        """
         reader = FrameReader(connection, self._max_message_bytes)
         while True:
             for message in reader.receive():
-                send_parts(connection, answer(self._parse(message)))
+                send_parts(connection, self._answer(self._parse(message)))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -12,7 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from expert_worker.state import ROWS_BUCKETS, WorkerState
+from expert_worker.call_counters import ROWS_BUCKETS
+from expert_worker.state import WorkerState
 from expertmesh.errors import PortError
 
 

@@ -15,16 +15,21 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from expert_worker.backend import ExpertBackend
+from expert_worker.compiled_calls import CompiledCalls
+from expert_worker.device_turn import DeviceTurn, NoTurn, Turn
 from expert_worker.direct_server import (
+    DirectCalls,
     DirectOffers,
     DirectServer,
     NoDirectServer,
+    ParsedCalls,
     address_of,
     bind,
     port_error,
 )
 from expert_worker.maintenance import Maintenance
-from expert_worker.servicer import ExpertServicer
+from expert_worker.published_experts import PublishedExperts
+from expert_worker.servicer import ExpertServicer, zeros_message
 from expert_worker.state import WorkerIdentity, WorkerState
 from expert_worker.store import ExpertStore
 from expertmesh.errors import PortError
@@ -32,6 +37,7 @@ from expertmesh.grpc_options import server_options
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, max_message_bytes, receiver
 from expertmesh.wire_encode import join_message
+from expertmesh_kernels.cpu.words import HAS_FUTEX
 
 SERVICE = "expertmesh.v1.ExpertService"
 _SPARE_THREADS = 8  # health checks, orders and refusals beside the long-lived streams
@@ -66,17 +72,19 @@ class ExpertServer:
         *,
         direct_port: int | None = 0,
     ) -> None:
-        self.backend = ExpertBackend(store)
+        turn = DeviceTurn() if _runs_compiled(store) else NoTurn()
+        self.backend = ExpertBackend(store, turn)
         self.state = WorkerState(identity, store)
         self._maintenance = Maintenance(self.state)
         self._health = health.HealthServicer()
         limit = max_message_bytes(store.config, store.dtype, identity.row_credits)
         self._direct: DirectOffers = NoDirectServer()
         if direct_port is not None:
-            self._direct = DirectServer(host, direct_port, limit)
+            self._direct = DirectServer(host, direct_port)
         self._servicer = ExpertServicer(
             self.state, self.backend, self._maintenance, max_streams, self._direct
         )
+        self._calls = self._direct_calls(store, turn, limit)
         num_threads = 2 * max_streams + _SPARE_THREADS
         self._pool = ThreadPoolExecutor(num_threads, "expert-rpc")
         self._server = grpc.server(
@@ -96,12 +104,14 @@ class ExpertServer:
 
     def start(self) -> None:
         """Answers from now on."""
-        self._direct.serve(self._servicer.answer)
+        self._direct.serve(self._calls.answer_all)
         self._server.start()
 
     def warm_up(self, layer: int, expert: int) -> None:
         """Computes a row of zeros as if it came over the network; counts nothing."""
+        limits = self._servicer.limits
         self._servicer.warm_up(layer, expert)
+        self._calls.warm_up(zeros_message(layer, expert, limits.dtype, limits))
 
     def set_ready(self) -> None:
         """Healthy from now on."""
@@ -125,9 +135,22 @@ class ExpertServer:
         self._maintenance.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _direct_calls(self, store: ExpertStore, turn: Turn, max_message_bytes: int) -> DirectCalls:
+        servicer = self._servicer
+        if not isinstance(turn, DeviceTurn):
+            return ParsedCalls(servicer.answer, max_message_bytes)
+        published = PublishedExperts(store.config, store.packed_likes(), turn)
+        store.publish_to(published.publish)
+        return CompiledCalls(self.state, published, turn, servicer, max_message_bytes)
+
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE):
             self._health.set(service, status)
+
+
+def _runs_compiled(store: ExpertStore) -> bool:
+    """True if calls can be answered by compiled code that computes itself."""
+    return HAS_FUTEX and store.device.type == "cpu" and bool(store.config.moe_layers)
 
 
 M = TypeVar("M", bound=Message)

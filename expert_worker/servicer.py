@@ -65,6 +65,11 @@ class ExpertServicer:
         direct: Offers direct connections.
     """
 
+    limits: ForwardLimits
+    """What calls must fit."""
+    ages: StepAges
+    """Of the steps that calls belong to."""
+
     def __init__(
         self,
         state: WorkerState,
@@ -78,9 +83,9 @@ class ExpertServicer:
         self._maintenance = maintenance
         self._max_streams = max_streams
         self._direct = direct
-        self._ages = StepAges()
+        self.ages = StepAges()
         self._watches = threading.BoundedSemaphore(max_streams)
-        self._limits = ForwardLimits.of(
+        self.limits = ForwardLimits.of(
             state.store.config,
             state.store.dtype,
             incarnation=state.identity.incarnation,
@@ -119,7 +124,7 @@ class ExpertServicer:
 
     def warm_up(self, layer: int, expert: int) -> None:
         """Computes a row of zeros as if it came over the network; counts nothing."""
-        limits = self._limits
+        limits = self.limits
         for dtype in wire_dtypes(limits.dtype):
             message = pb.ForwardRequest.FromString(zeros_message(layer, expert, dtype, limits))
             x_RH, rows = read_rows(view_forward_request(message, limits), limits)
@@ -129,8 +134,8 @@ class ExpertServicer:
         message = received.message
         if message is None:
             raise invalid(received.error)
-        call = view_forward_request(message, self._limits)
-        x_RH, rows = read_rows(call, self._limits)
+        call = view_forward_request(message, self.limits)
+        x_RH, rows = read_rows(call, self.limits)
         self._state.begin_call()
         try:
             return self._compute(call, x_RH, rows, received.received_s, message.id)
@@ -146,7 +151,7 @@ class ExpertServicer:
                 x_RH,
                 rows.row_of_pair_N,
                 rows.expert_of_pair_N,
-                age_s=self._ages.age_s(call_id.gateway, call_id.step, received_s),
+                age_s=self.ages.age_s(call_id.gateway, call_id.step, received_s),
                 deadline_s=time_left_deadline(received_s, call.time_left_us),
             )
         except ExpertUnavailableError as error:
@@ -167,7 +172,7 @@ class ExpertServicer:
             self._state.identity.row_credits,
         )
         outputs_NH = raw_array(result.outputs_NH)
-        parts = encode_reply(head, outputs_NH, self._limits.dtype, crc=call.want_crc32)
+        parts = encode_reply(head, outputs_NH, self.limits.dtype, crc=call.want_crc32)
         self._state.count_answer(call.layer, call.num_rows, rows.expert_of_pair_N, compute_us)
         return parts
 

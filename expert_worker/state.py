@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from expert_worker.call_counters import CallCounters
 from expert_worker.store import ExpertStore
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.errors import WireError
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import DTYPE_CODES
+from expertmesh_kernels.cpu.words import put
 
-ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_LOOK_S = 0.01  # how often compiled code is asked whether its calls have ended, while one waits
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,12 @@ class WorkerState:
         self._version = 0
         self._num_snapshots = 0
         self._draining = False
-        self._refusing = False
-        self._in_flight = 0
+        self.refusing = np.zeros(1, np.int64)
+        """Not 0 once calls are refused; compiled code looks at it."""
+        self._in_flight = 0  # but for those in compiled code
         self._load = pb.LoadCounters()
-        self._work = np.zeros(4, np.int64)  # calls, rows, pairs, microseconds
-        self._rows_histogram = np.zeros(len(ROWS_BUCKETS) + 1, dtype=np.int64)
-        config = store.config
-        shape = (config.num_layers, max(1, config.num_experts))
-        self._pairs_LE = np.zeros(shape, dtype=np.int64)
+        self._counters = self.new_counters()  # of calls that Python answers, and of what has ended
+        self._connections: list[CallCounters] = []
         store.on_change = self.changed
 
     # --- waiting ---
@@ -117,13 +117,14 @@ class WorkerState:
 
     def refuse_calls(self) -> None:
         """Announces the drain and answers new calls with DRAINING."""
-        self._refusing = True
+        put(self.refusing.ctypes.data, 1)
         self.announce_drain()
 
     @property
     def calls_in_flight(self) -> int:
         """Calls that are being answered."""
-        return self._in_flight
+        with self._condition:
+            return self._count_in_flight()
 
     @property
     def num_streams(self) -> int:
@@ -132,8 +133,17 @@ class WorkerState:
 
     def wait_idle(self, timeout_s: float) -> bool:
         """True once nothing is in flight; False after the timeout."""
+        deadline_s = time.monotonic() + timeout_s
         with self._condition:
-            return self._condition.wait_for(lambda: self.stopping or not self._in_flight, timeout_s)
+            while not (is_idle := self.stopping or not self._count_in_flight()):
+                if not remaining(deadline_s):
+                    break
+                self._condition.wait(min(_LOOK_S, remaining(deadline_s)))
+            return is_idle
+
+    def _count_in_flight(self) -> int:
+        """The lock is held."""
+        return self._in_flight + sum(served.num_in_flight for served in self._connections)
 
     def wait_no_streams(self, timeout_s: float) -> bool:
         """True once no Forward stream is open; False after the timeout."""
@@ -161,7 +171,7 @@ class WorkerState:
     def begin_call(self) -> None:
         """Counts a call that will be computed. Raises WireError DRAINING."""
         with self._condition:
-            if self._refusing:
+            if self.refusing[0]:
                 raise WireError(
                     pb.ForwardError.CODE_DRAINING,
                     f"expert worker {self.identity.worker_id} is draining",
@@ -179,12 +189,33 @@ class WorkerState:
         self, layer: int, num_rows: int, expert_ids_N: npt.NDArray[np.int64], compute_us: int
     ) -> None:
         """Counts a call that was answered with outputs."""
-        pairs_E = np.bincount(expert_ids_N, minlength=self._pairs_LE.shape[1])
-        bucket = bisect_left(ROWS_BUCKETS, num_rows)
         with self._condition:
-            self._work += (1, num_rows, len(expert_ids_N), compute_us)
-            self._rows_histogram[bucket] += 1
-            self._pairs_LE[layer] += pairs_E
+            self._counters.count(layer, num_rows, expert_ids_N, compute_us)
+
+    def new_counters(self) -> CallCounters:
+        """Counters that nobody looks at."""
+        return CallCounters(self.store.config.num_layers, self.store.config.num_experts)
+
+    @contextmanager
+    def connection(self) -> Iterator[CallCounters]:
+        """A context with counters that compiled code adds to, for one connection."""
+        counters = self.new_counters()
+        with self._condition:
+            self._connections.append(counters)
+        try:
+            yield counters
+        finally:
+            with self._condition:
+                self._connections = [kept for kept in self._connections if kept is not counters]
+                self._counters.add(counters)
+                self._condition.notify_all()
+
+    def _total(self) -> CallCounters:
+        """Counters of all calls, as a copy. The lock is held."""
+        total = self.new_counters()
+        for counters in (self._counters, *self._connections):
+            total.add(counters)
+        return total
 
     def count_error(self) -> None:
         """Counts a call that was answered with an error."""
@@ -194,20 +225,20 @@ class WorkerState:
     def pairs_LE(self) -> npt.NDArray[np.int64]:
         """[layers, experts] (row, expert) pairs computed so far."""
         with self._condition:
-            return self._pairs_LE.copy()
+            return self._total().pairs_LE
 
     def rows_histogram(self) -> npt.NDArray[np.int64]:
         """[buckets + 1] calls by number of rows: up to each of ROWS_BUCKETS, and above."""
         with self._condition:
-            return self._rows_histogram.copy()
+            return self._total().rows_histogram
 
     def load(self) -> pb.LoadCounters:
         """The counters, as a copy."""
         load = pb.LoadCounters()
         with self._condition:
             load.CopyFrom(self._load)
-            load.calls, load.rows, load.pairs, load.compute_us = self._work.tolist()
-            load.queued_calls = max(0, self._in_flight - 1)  # one of them has the device
+            load.calls, load.rows, load.pairs, load.compute_us = self._total().work.tolist()
+            load.queued_calls = max(0, self._count_in_flight() - 1)  # one of them has the device
         return load
 
     # --- telling ---

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from expertmesh.checkpoint import Checkpoint, CodedExpert
@@ -32,8 +34,12 @@ from expertmesh_kernels.grouped_mlp import (
     pack_expert,
 )
 from expertmesh_kernels.host import TORCH_DTYPES, find_device, to_torch
+from expertmesh_kernels.linear import packed_like
 
 logger = logging.getLogger(__name__)
+
+Publish = Callable[[int, ExpertTable], None]
+"""Told of the experts of a layer; raises OSError if they can't be replaced now."""
 
 
 class ExpertStoreError(ExpertMeshError):
@@ -92,6 +98,7 @@ class ExpertStore:
         """Of one expert's weights (the largest's, if layers differ), as if not packed."""
         self.on_change: Callable[[], None] = _ignore_change
         """Called after every change of residency, in the thread that made it."""
+        self._publish_to: list[Publish] = []
         self._lock = threading.Lock()
         self._lease_ended = threading.Condition(self._lock)
         self._layers = {layer: _Snapshot(layer) for layer in self.config.moe_layers}
@@ -130,6 +137,22 @@ class ExpertStore:
         layers = self.config.moe_layers
         held = {self._codings[layer].kind if layer in self._codings else None for layer in layers}
         return tuple(sorted(held, key=str))
+
+    def packed_likes(self) -> dict[int, npt.NDArray[np.generic]]:
+        """MoE layer to how its experts are packed on the CPU; see `packed_like`."""
+        kinds = {layer: self._codings.get(layer) for layer in self.config.moe_layers}
+        dtype = TORCH_DTYPES[self.dtype]
+        return {
+            layer: packed_like(coding.kind if coding else None, dtype)
+            for layer, coding in kinds.items()
+        }
+
+    def publish_to(self, publish: Publish) -> None:
+        """Tells of the experts of each layer now, and of others before these are freed."""
+        with self._lock:
+            for layer, snapshot in self._layers.items():
+                publish(layer, snapshot.weights)
+            self._publish_to.append(publish)
 
     @property
     def num_used_slots(self) -> int:
@@ -291,6 +314,9 @@ class ExpertStore:
     def _replace(self, layer: int, weights: ExpertTable, retiring: frozenset[int]) -> None:
         """Swaps the snapshot of a layer. The lock is held."""
         old = self._layers[layer]
+        if weights is not old.weights:
+            for publish in self._publish_to:
+                publish(layer, weights)
         self._leased_before = [kept for kept in self._leased_before if kept.num_leases]
         if old.num_leases:
             self._leased_before.append(old)

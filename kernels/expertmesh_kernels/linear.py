@@ -172,6 +172,19 @@ def pack_coded_linear(
     return PackedLinear(weight, format, bias_N, depth, num_columns, paired, packed)
 
 
+def packed_like(codes: CodeName | None, dtype: torch.dtype) -> NDArray[np.generic]:
+    """`PackedLinear.like` of weights on the CPU in the fastest format, but for what it says.
+
+    Args:
+        codes: How they are quantised; None for plain ones.
+        dtype: Of the rows that they will be multiplied with.
+    """
+    is_tiled = dtype == torch.bfloat16 and has_amx()
+    if codes is not None:
+        return np.zeros(HEADER_BYTES, stored_type(codes, tiles=is_tiled))
+    return np.empty(0, np.uint32) if is_tiled else LIKE[dtype]
+
+
 def padded_depth(depth: int, format: Format) -> int:
     """Features as packed."""
     return -(-depth // STEP) * STEP if format == "tiles" else depth

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
+from llvmlite import ir
 from numba import types as untyped_types
+from numba.core import cgutils as untyped_cgutils
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import intrinsic, njit
 
 types: Any = untyped_types
+cgutils: Any = untyped_cgutils
 
 
 def _pointer_typing(_context: Any, _address: Any, like: Any) -> Any:
@@ -22,7 +25,20 @@ def _pointer_typing(_context: Any, _address: Any, like: Any) -> Any:
     return types.CPointer(like.dtype)(types.int64, like), codegen
 
 
+def _copy_typing(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        data = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(data, [data, data, args[2].type])
+        copy = cgutils.get_or_insert_function(builder.module, kind, "memmove")
+        builder.call(copy, [*(builder.inttoptr(address, data) for address in args[:2]), args[2]])
+        return args[2]
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
 _pointer = cast(Callable[..., Any], intrinsic(_pointer_typing))
+copy_bytes = cast(Callable[[int, int, int], int], intrinsic(_copy_typing))
+"""(target, source, count): copies memory, which may overlap and need not be aligned."""
 
 
 @njit

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention_worker import direct_connection
-from expert_worker.direct_server import DirectServer
+from expert_worker.direct_server import DirectServer, ParsedCalls
 from expertmesh import direct
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.direct import TOKEN_BYTES, read_offer
@@ -45,8 +45,8 @@ def checkpoint(models: Models) -> Checkpoint:
 @pytest.fixture
 def listening() -> Iterator[DirectServer]:
     """A server that answers any message with four bytes."""
-    server = DirectServer("127.0.0.1", 0, 1000)
-    server.serve(lambda received: frame_of(b"done"))
+    server = DirectServer("127.0.0.1", 0)
+    server.serve(ParsedCalls(lambda received: frame_of(b"done"), 1000).answer_all)
     yield server
     server.stop()
 
@@ -200,4 +200,4 @@ def test_strangers_do_not_pile_up(listening: DirectServer) -> None:
 def test_port_in_use(listening: DirectServer) -> None:
     """One clear line."""
     with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{listening.port}"):
-        DirectServer("127.0.0.1", listening.port, 1000)
+        DirectServer("127.0.0.1", listening.port)
