@@ -125,13 +125,16 @@ class Workspace:
 
 
 class Exchanged:
-    """A dispatch that compiled code sent."""
+    """A dispatch that compiled code sent. What its result needs is made while rows travel."""
 
-    __slots__ = ("_exchange", "busy_s", "dispatch", "taken_over")
+    __slots__ = ("_exchange", "busy_s", "combined_TH", "dispatch", "taken_over", "weights_TK")
 
     def __init__(self, exchange: Exchange, dispatch: Dispatch) -> None:
         self._exchange = exchange
         self.dispatch = dispatch
+        self.weights_TK = as_input(dispatch.routing.topk_weights_TK, np.float32)
+        self.combined_TH = torch.empty_like(dispatch.hidden_TH)
+        """Takes the result."""
         self.taken_over: RemoteCall | None = None
         """Who waits for it, if it is not the exchange."""
         self.busy_s = 0.0
@@ -139,10 +142,8 @@ class Exchanged:
 
     def result(self) -> Tensor:
         """See Pending."""
-        if self.taken_over is None:
-            combined_TH = self._exchange.receive(self)
-            if combined_TH is not None:
-                return combined_TH
+        if self.taken_over is None and self._exchange.receive(self):
+            return self.combined_TH
         assert self.taken_over is not None, "who cannot receive hands over"
         try:
             return self.taken_over.result()
@@ -249,7 +250,9 @@ class Exchange:
         if table is None or self._open is not None or not self._has_room(ids_TK.shape, hidden_TH):
             self.hand_over()
             return None
-        hidden_TH = hidden_TH.contiguous()
+        if not hidden_TH.is_contiguous():
+            hidden_TH = hidden_TH.contiguous()
+            dispatch = dispatch._replace(hidden_TH=hidden_TH)
         self._state[words.STATE_LAYER], self._state[words.STATE_MICRO_BATCH] = layer, micro_batch
         arguments = (
             self._state, self._links_W, self._calls_WC, *table, ids_TK, num_generated_rows,
@@ -260,21 +263,18 @@ class Exchange:
         self._open = Exchanged(self, dispatch)
         return self._open
 
-    def receive(self, sent: Exchanged) -> Tensor | None:
-        """[T, H] the weighted sums of the dispatch that is open; None if it was handed over."""
-        _, _, hidden_TH, routing, _, _ = sent.dispatch
-        combined_TH = hidden_TH.new_empty(hidden_TH.shape)
-        weights_TK = as_input(routing.topk_weights_TK, np.float32)
+    def receive(self, sent: Exchanged) -> bool:
+        """True if the result of the dispatch that is open is there; else it was handed over."""
         longest_us = receive(
-            self._state, self._links_W, self._calls_WC, weights_TK, combined_TH.data_ptr(),
-            self._like,
+            self._state, self._links_W, self._calls_WC, sent.weights_TK,
+            sent.combined_TH.data_ptr(), self._like,
         )  # fmt: skip
         if longest_us == words.UNUSUAL:
             self.hand_over()
-            return None
+            return False
         self._open = None
         sent.busy_s = longest_us / 1e6
-        return combined_TH
+        return True
 
     def hand_over(self) -> None:
         """Makes a `RemoteCall` of the dispatch that is open, if one is."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -164,7 +163,7 @@ class RemoteExperts:
         if torch.device(device).type == "cpu" and self._wire_dtype == dtype:
             self._exchange = Exchange(config.hidden_size, dtype, self._fingerprint, self._take_over)
         self._step_id = CallId(self._own_id, epoch=0, step=0, layer=0, micro_batch=0)
-        self._num_dispatched: Counter[int] = Counter()
+        self._num_dispatched: dict[int, int] = {}  # micro-batches of the step, by layer
 
     def warm_up(self) -> None:
         """Compiles what dispatches need beside the kernels of `warm_up.py`."""
@@ -194,7 +193,7 @@ class RemoteExperts:
         deadline_s: float,
     ) -> Pending:
         """One message to each expert worker with rows; see ExpertClient."""
-        micro_batch = self._num_dispatched[layer]
+        micro_batch = self._num_dispatched.get(layer, 0)
         self._num_dispatched[layer] = micro_batch + 1
         dispatch = Dispatch(layer, micro_batch, h_TH, routing, num_generated_rows, deadline_s)
         sent = self._exchange.send(dispatch)
