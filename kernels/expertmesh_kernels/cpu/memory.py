@@ -51,5 +51,11 @@ def array_at(address: int, size: int, like: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
+@njit
+def address_of(array: NDArray[Any]) -> int:
+    """Where an array's memory begins; signed, as kernels that take addresses are compiled for."""
+    return int(np.int64(array.ctypes.data))
+
+
 FLOATS = np.empty(0, np.float32)
 """For `like`."""

@@ -18,6 +18,8 @@ model.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,7 +53,7 @@ from expertmesh_kernels.cpu.frames import (
     send_all,
 )
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.memory import array_at, copy_bytes
+from expertmesh_kernels.cpu.memory import address_of, array_at, copy_bytes
 from expertmesh_kernels.cpu.messages import CALL_ID_GATEWAY, CALL_ID_STEP
 from expertmesh_kernels.cpu.mlp import grouped_mlp
 from expertmesh_kernels.cpu.sockets import monotonic_ns
@@ -62,7 +64,9 @@ UNUSUAL = 5
 
 GATEWAY, STEP, BEGAN_NS = NUM_FRAME_WORDS, NUM_FRAME_WORDS + 1, NUM_FRAME_WORDS + 2
 """The latest step of the connection's calls, and when its first call came."""
-NUM_WORDS = NUM_FRAME_WORDS + 3
+STARTED_NS = NUM_FRAME_WORDS + 3
+"""When the call at hand got the device."""
+NUM_WORDS = NUM_FRAME_WORDS + 4
 
 WIDTH, ACTIVATION = 2, 3
 """More columns of a table of layers: see `grouped_mlp`."""
@@ -119,48 +123,101 @@ def serve(
         counts: Of this connection.
         likes: See there.
     """
+    buffer, scratch, reply = memory
+    layers_LF, numbers_LF, table_LEA, likes_LB = experts
+    like_x, like_bits = likes
     checked = limits_of(limits)
     fields = new_fields()
     while True:
-        end = next_frame(fd, memory[0], words, checked.max_message_bytes)
-        if end == FOUND:
-            end = _answer(fd, words, memory, shared, checked, experts, counts, likes, fields)
+        end = next_frame(fd, buffer, words, checked.max_message_bytes)
+        if end != FOUND:
+            return end
+        end, call = _begin(words, memory, shared, checked, layers_LF, like_bits, fields)
+        if end != FOUND:
+            return end
+        words[STARTED_NS] = monotonic_ns()
+        places = _places(call, checked)
+        layer, x = call.layer, address_of(scratch)
+        # Called from here alone: whatever contains this kernel takes seconds to compile.
+        wrong_pair = grouped_mlp(
+            x, (call.num_rows, checked.hidden_size), like_x,
+            array_at(x + places.rows_of_pairs, call.num_pairs, INT64S),
+            array_at(x + places.experts_of_pairs, call.num_pairs, INT64S),
+            table_LEA[layer], likes_LB[layer],
+            layers_LF[layer, WIDTH], layers_LF[layer, ACTIVATION],
+            numbers_LF[layer, ALPHA], numbers_LF[layer, LIMIT],
+            address_of(reply) + REPLY_DATA_AT,
+        )  # fmt: skip
+        end = _finish(fd, words, memory, shared, call, checked, fields, counts, wrong_pair < 0)
         if end != FOUND:
             return end
         words[BEGIN] = words[MESSAGE_END]
 
 
 @njit
-def _answer(
-    fd: int,
+def _begin(
     words: Numbers,
     memory: Memory,
     shared: Shared,
     limits: Limits,
-    experts: Experts,
-    counts: Counts,
-    likes: Likes,
+    layers_LF: Numbers,
+    like_bits: NDArray[np.unsignedinteger],
     fields: Fields,
-) -> int:
-    """Answers the message at hand; FOUND, or why it did not."""
+) -> tuple[int, Call]:
+    """The call at hand. With FOUND it is in flight, and has the device."""
     buffer, scratch, reply = memory
     is_ordinary, call = read_call(
-        buffer, words[MESSAGE], words[MESSAGE_END], limits, experts[0], fields
+        buffer, words[MESSAGE], words[MESSAGE_END], limits, layers_LF, fields
     )
     if not is_ordinary:
-        return UNUSUAL
+        return UNUSUAL, call
     _note_step(words, fields.call_id[0])
-    words[NEED_SCRATCH] = _scratch_bytes(call, limits)
+    words[NEED_SCRATCH] = _places(call, limits).end
     words[NEED_REPLY] = REPLY_DATA_AT + call.num_pairs * limits.hidden_size * limits.itemsize
     if words[NEED_SCRATCH] > scratch.size or words[NEED_REPLY] > reply.size:
-        return NEEDS_MEMORY
-    if not _unpack(buffer, scratch.ctypes.data, call, limits, experts[0], likes[1]):
-        return UNUSUAL
-    in_flight = shared[3]
+        return NEEDS_MEMORY, call
+    if not _unpack(address_of(buffer), address_of(scratch), call, limits, layers_LF, like_bits):
+        return UNUSUAL, call
+    return FOUND if _take_device(words, shared, call) else UNUSUAL, call
+
+
+@njit
+def _take_device(words: Numbers, shared: Shared, call: Call) -> bool:
+    """True if the call may be computed now; it is in flight then."""
+    device, wanted, refusing, in_flight = shared
     add_word(in_flight, 1)
-    begin = _compute(words, scratch, reply, shared, call, limits, experts, likes[0], fields, counts)
-    end = FOUND if begin >= 0 else UNUSUAL
-    if begin >= 0:
+    if load_word(refusing) == 0 and load_word(wanted) == 0 and try_take(device):
+        waited_ns = monotonic_ns() - words[RECEIVED_NS]
+        if call.time_left_us == 0 or waited_ns < call.time_left_us * _NS_PER_US:
+            return True
+        give_back(device)
+    add_word(in_flight, -1)
+    return False
+
+
+@njit
+def _finish(
+    fd: int,
+    words: Numbers,
+    memory: Memory,
+    shared: Shared,
+    call: Call,
+    limits: Limits,
+    fields: Fields,
+    counts: Counts,
+    is_done: bool,
+) -> int:
+    """Gives the device back and sends the reply, if there is one."""
+    finished_ns = monotonic_ns()
+    device, _, _, in_flight = shared
+    give_back(device)
+    end = UNUSUAL
+    if is_done:
+        _, scratch, reply = memory
+        compute_us = (finished_ns - words[STARTED_NS]) // _NS_PER_US
+        queue_us = (words[STARTED_NS] - words[RECEIVED_NS]) // _NS_PER_US
+        _count(scratch, call, limits, compute_us, counts)
+        begin = put_reply_head(reply, call, fields.call_id[0], limits, queue_us, compute_us)
         words[ERRNO] = send_all(fd, reply, begin, words[NEED_REPLY])
         end = FOUND if words[ERRNO] == 0 else FAILED
     add_word(in_flight, -1)
@@ -175,29 +232,33 @@ def _note_step(words: Numbers, call_id: Numbers) -> None:
         words[BEGAN_NS] = words[RECEIVED_NS]
 
 
+class Places(NamedTuple):
+    """Where the parts of a call lie in the scratch, behind its rows."""
+
+    offsets: int
+    ids: int
+    rows_of_pairs: int
+    experts_of_pairs: int
+    end: int
+
+
 @njit
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @njit
-def _places(call: Call, limits: Limits) -> tuple[int, int, int, int, int]:
-    """Where offsets, ids, rows of pairs and experts of pairs lie behind the rows, and the end."""
+def _places(call: Call, limits: Limits) -> Places:
     offsets = _aligned(call.num_rows * limits.hidden_size * limits.itemsize)
     ids = offsets + _aligned(UINT32_BYTES * (call.num_rows + 1))
     rows = ids + _aligned(UINT32_BYTES * call.num_pairs)
-    chosen = rows + _aligned(8 * call.num_pairs)
-    return offsets, ids, rows, chosen, chosen + _aligned(8 * call.num_pairs)
-
-
-@njit
-def _scratch_bytes(call: Call, limits: Limits) -> int:
-    return _places(call, limits)[4]
+    experts = rows + _aligned(8 * call.num_pairs)
+    return Places(offsets, ids, rows, experts, experts + _aligned(8 * call.num_pairs))
 
 
 @njit
 def _unpack(
-    buffer: Bytes,
+    source: int,
     scratch: int,
     call: Call,
     limits: Limits,
@@ -205,81 +266,23 @@ def _unpack(
     like_bits: NDArray[np.unsignedinteger],
 ) -> bool:
     """Copies rows and routing to where they are aligned; False if anything in them is wrong."""
-    source = buffer.ctypes.data
-    offsets_at, ids_at, rows_at, experts_at, _ = _places(call, limits)
+    places = _places(call, limits)
     num_elements = call.num_rows * limits.hidden_size
+    offsets, ids = scratch + places.offsets, scratch + places.ids
     copy_bytes(scratch, source + call.rows_at, num_elements * limits.itemsize)
-    copy_bytes(scratch + offsets_at, source + call.offsets_at, UINT32_BYTES * (call.num_rows + 1))
-    copy_bytes(scratch + ids_at, source + call.experts_at, UINT32_BYTES * call.num_pairs)
+    copy_bytes(offsets, source + call.offsets_at, UINT32_BYTES * (call.num_rows + 1))
+    copy_bytes(ids, source + call.experts_at, UINT32_BYTES * call.num_pairs)
     bits = array_at(scratch, num_elements, like_bits)
     bits_RH = bits.reshape((call.num_rows, limits.hidden_size))
     return unpack_pairs(
         call.num_rows,
-        array_at(scratch + offsets_at, call.num_rows + 1, UINT32S),
-        array_at(scratch + ids_at, call.num_pairs, UINT32S),
+        array_at(offsets, call.num_rows + 1, UINT32S),
+        array_at(ids, call.num_pairs, UINT32S),
         layers_LF[call.layer, NUM_EXPERTS],
         layers_LF[call.layer, TOP_K],
-        array_at(scratch + rows_at, call.num_pairs, INT64S),
-        array_at(scratch + experts_at, call.num_pairs, INT64S),
+        array_at(scratch + places.rows_of_pairs, call.num_pairs, INT64S),
+        array_at(scratch + places.experts_of_pairs, call.num_pairs, INT64S),
     ) and copy_rows(bits_RH, limits.exponent, bits_RH)
-
-
-@njit
-def _compute(
-    words: Numbers,
-    scratch: Bytes,
-    reply: Bytes,
-    shared: Shared,
-    call: Call,
-    limits: Limits,
-    experts: Experts,
-    like_x: NDArray[np.generic],
-    fields: Fields,
-    counts: Counts,
-) -> int:
-    """The reply; where it begins, or -1 if Python has to see to this call."""
-    device, wanted, refusing, _ = shared
-    if load_word(refusing) != 0 or load_word(wanted) != 0 or not try_take(device):
-        return -1
-    started_ns = monotonic_ns()
-    waited_ns = started_ns - words[RECEIVED_NS]
-    is_done = call.time_left_us == 0 or waited_ns < call.time_left_us * _NS_PER_US
-    if is_done:
-        is_done = _run_experts(scratch, reply, call, limits, experts, like_x)
-    finished_ns = monotonic_ns()
-    give_back(device)
-    if not is_done:
-        return -1
-    compute_us = (finished_ns - started_ns) // _NS_PER_US
-    _count(scratch, call, limits, compute_us, counts)
-    return put_reply_head(
-        reply, call, fields.call_id[0], limits, waited_ns // _NS_PER_US, compute_us
-    )
-
-
-@njit
-def _run_experts(
-    scratch: Bytes,
-    reply: Bytes,
-    call: Call,
-    limits: Limits,
-    experts: Experts,
-    like_x: NDArray[np.generic],
-) -> bool:
-    """Outputs into the reply; False if an expert is not here. The device is held."""
-    layers_LF, numbers_LF, table_LEA, likes_LB = experts
-    layer, x = call.layer, scratch.ctypes.data
-    _, _, rows_at, experts_at, _ = _places(call, limits)
-    wrong_pair = grouped_mlp(
-        x, (call.num_rows, limits.hidden_size), like_x,
-        array_at(x + rows_at, call.num_pairs, INT64S),
-        array_at(x + experts_at, call.num_pairs, INT64S),
-        table_LEA[layer], likes_LB[layer],
-        layers_LF[layer, WIDTH], layers_LF[layer, ACTIVATION],
-        numbers_LF[layer, ALPHA], numbers_LF[layer, LIMIT],
-        reply.ctypes.data + REPLY_DATA_AT,
-    )  # fmt: skip
-    return wrong_pair < 0
 
 
 @njit
@@ -294,7 +297,7 @@ def _count(scratch: Bytes, call: Call, limits: Limits, compute_us: int, counts: 
     work[ROWS] += call.num_rows
     work[PAIRS] += call.num_pairs
     work[COMPUTE_US] += compute_us
-    experts_at = scratch.ctypes.data + _places(call, limits)[3]
-    experts_N = array_at(experts_at, call.num_pairs, INT64S)
+    experts = address_of(scratch) + _places(call, limits).experts_of_pairs
+    experts_N = array_at(experts, call.num_pairs, INT64S)
     for n in range(call.num_pairs):
         pairs_LE[call.layer, experts_N[n]] += 1
