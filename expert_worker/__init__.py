@@ -1,14 +1,20 @@
 """The expert worker: one device, the experts assigned to it, nothing about requests.
 
-__main__.py     flags, signals, end of the process
-worker.py       from settings to a healthy server
-selection.py    the words of the setting `experts`
-server.py       gRPC server, health, drain
-servicer.py     ExpertService: calls, state, orders
-maintenance.py  loading and unloading in the background
-state.py        what it says of itself, counters
-metrics.py      Prometheus
-store.py        resident experts
-memory.py       gives freed memory back
-backend.py      the device: one call computes at a time
+__main__.py           flags, signals, end of the process
+worker.py             from settings to a healthy server
+selection.py          the words of the setting `experts`
+server.py             gRPC server, health, drain
+servicer.py           ExpertService: calls, state, orders
+maintenance.py        loading and unloading in the background
+direct_server.py      direct connections
+compiled_calls.py     their calls, answered by compiled code
+published_experts.py  where that finds weights
+state.py              what it says of itself, counters
+call_counters.py      numbers of calls
+metrics.py            Prometheus
+store.py              resident experts
+memory.py             gives freed memory back
+backend.py            the device: one call computes at a time
+device_queue.py       calls that wait for it, merged and by age
+device_turn.py        whose turn it is
 """
