@@ -98,12 +98,14 @@ class CompiledCalls:
 
     def warm_up(self, message: bytes) -> None:
         """Answers a call through sockets, so that all is compiled; counts nothing."""
+        counters = self._state.new_counters()
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.sendall(LENGTH.pack(len(message)) + message)
             ours.shutdown(socket.SHUT_WR)
             with _until_closed():
-                self._run(theirs, self._state.new_counters(), _no_reply)
+                self._run(theirs, counters, _no_reply)
+        assert counters.num_in_flight == 0
 
     def shared(self, counters: CallCounters) -> Shared:
         """Addresses of the words that threads share."""

@@ -72,7 +72,8 @@ class ExpertServer:
         *,
         direct_port: int | None = 0,
     ) -> None:
-        turn = DeviceTurn() if _runs_compiled(store) else NoTurn()
+        is_compiled = direct_port is not None and _runs_compiled(store)
+        turn = DeviceTurn() if is_compiled else NoTurn()
         self.backend = ExpertBackend(store, turn)
         self.state = WorkerState(identity, store)
         self._maintenance = Maintenance(self.state)

@@ -54,6 +54,7 @@ class WorkerState:
         self._draining = False
         self.refusing = np.zeros(1, np.int64)
         """Not 0 once calls are refused; compiled code looks at it."""
+        put(self.refusing.ctypes.data, 0)  # loads what a drain needs
         self._in_flight = 0  # but for those in compiled code
         self._load = pb.LoadCounters()
         self._counters = self.new_counters()  # of calls that Python answers, and of what has ended
