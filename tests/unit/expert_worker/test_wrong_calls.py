@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 
 from expert_worker.server import ExpertServer
 from expertmesh.checkpoint import Checkpoint
@@ -194,12 +195,14 @@ def test_bytes_that_are_changed(server: ExpertServer) -> None:
                 at = at if rng.random() < 0.3 else at % 120  # more of the head than of rows
                 raw[at] = rng.integers(256)
             message = bytes(raw)
-            reply = timeless(ask(opened, message))
+            reply = ask(opened, message)
             try:
-                pb.ForwardRequest.FromString(message)
-            except Exception:
+                time_left_us = pb.ForwardRequest.FromString(message).time_left_us
+            except DecodeError:
+                assert reply.error.code == E.CODE_INVALID_ARGUMENT
                 continue
-            assert reply == reply_of_python(server, message)
+            if not 0 < time_left_us < 10**7:  # else it depends on the clock
+                assert timeless(reply) == reply_of_python(server, message)
 
 
 def test_what_is_rare_is_answered_by_python(
