@@ -15,8 +15,10 @@ from torch import Tensor
 from expert_worker import backend as backend_module
 from expert_worker.backend import ExpertBackend
 from expert_worker.device_queue import DeviceQueue, Job, StepAges
+from expert_worker.device_turn import DeviceTurn
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import ExpertUnavailableError
+from expertmesh_kernels.cpu.words import HAS_FUTEX, get
 from expertmesh_kernels.grouped_mlp import ExpertTable, grouped_mlp
 from tests.conftest import Models
 from tests.support.expert_servers import loaded_store
@@ -156,6 +158,29 @@ def test_call_that_is_late_finds_a_free_device(device: Device) -> None:
     with pytest.raises(TimeoutError):
         DeviceQueue(device, 100).run(job(deadline_s=time.monotonic() - 1))
     assert device.batches == []
+
+
+@pytest.mark.skipif(not HAS_FUTEX, reason="turns need Linux")
+def test_device_that_others_use(device: Device, pool: ThreadPoolExecutor) -> None:
+    """A call waits for its turn until its time is up; those who wait meanwhile are merged."""
+    turn = DeviceTurn()
+    queue = DeviceQueue(device, 100, turn)
+    device.may_run.set()
+    assert turn.take(0)
+    with pytest.raises(TimeoutError, match="the device was not free within"):
+        queue.run(job(deadline_s=time.monotonic() + 0.03))
+    jobs = [job(1), job(2), job(3, deadline_s=time.monotonic() + 0.05)]
+    futures = [pool.submit(queue.run, one) for one in jobs]
+    with pytest.raises(TimeoutError, match="the device was not free within"):
+        futures[2].result(TIMEOUT_S)
+    poll(lambda: len(queue._waiting) == 2, timeout_s=TIMEOUT_S, what="both wait")
+    assert get(turn.wanted) == 2
+    turn.give_back()
+    for future in futures[:2]:
+        future.result(TIMEOUT_S)
+    assert [set(map(id, batch)) for batch in device.batches] == [{id(jobs[0]), id(jobs[1])}]
+    assert turn.take(0), "it was given back"
+    assert get(turn.wanted) == 0
 
 
 def test_ages_of_steps() -> None:
