@@ -12,7 +12,7 @@ size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ from expertmesh.wire_encode import CallId
 from expertmesh_kernels.cpu import exchange_words as words
 from expertmesh_kernels.cpu.exchange_receive import receive
 from expertmesh_kernels.cpu.exchange_send import send
+from expertmesh_kernels.decoder_layers import ExchangeWords, LayerRoutes
 from expertmesh_kernels.dispatch import EXPONENTS, Bits, Bools, WorkerRows, empty_bits
 from expertmesh_kernels.host import LIKE, TORCH_DTYPES, as_input
 from expertmesh_kernels.router import Routing
@@ -194,6 +195,7 @@ class Exchange:
         self._partners: Partners | None = None
         self._streams: Sequence[Partner] = ()
         self._tables: Mapping[int, LayerTable] = {}
+        self._routes: dict[tuple[int, int], LayerRoutes] = {}
         self._connections: list[DirectConnection | None] = []  # compiled code uses them
         self._links_W = np.zeros(0, np.int64)
         self._calls_WC = np.zeros((0, words.NUM_CALL_WORDS), np.int64)
@@ -233,6 +235,7 @@ class Exchange:
             return
         self._partners, self._streams = partners, partners.streams
         self._tables = partners.tables if self._streams else {}
+        self._routes = {}
         self._connections = [None] * len(self._streams)
         self._links_W = np.array([stream.link.address for stream in self._streams], np.int64)
         self._calls_WC = np.zeros((len(self._streams), words.NUM_CALL_WORDS), np.int64)
@@ -262,6 +265,30 @@ class Exchange:
             return None
         self._open = Exchanged(self, dispatch)
         return self._open
+
+    def words_for(self, hidden_TH: Tensor, top_k: int) -> ExchangeWords | None:
+        """What compiled code for several layers needs, to send as `send` does; None if it cannot.
+
+        Args:
+            hidden_TH: The rows of each layer, contiguous.
+            top_k: Experts of a row.
+        """
+        if self._open is not None or not self._has_room((len(hidden_TH), top_k), hidden_TH):
+            return None
+        return ExchangeWords(self._state, self._links_W, self._calls_WC)
+
+    def routes(self, first: int, count: int, num_experts: int) -> LayerRoutes:
+        """Where rows of successive layers go. Keeps those of the same partners."""
+        key = first, count
+        if key not in self._routes:
+            self._routes[key] = _stacked(self._tables, range(first, first + count), num_experts)
+        return self._routes[key]
+
+    def sent_elsewhere(self, dispatch: Dispatch) -> Exchanged:
+        """A dispatch that compiled code for several layers has sent and could not receive."""
+        sent = self._open = Exchanged(self, dispatch)
+        self.hand_over()
+        return sent
 
     def receive(self, sent: Exchanged) -> bool:
         """True if the result of the dispatch that is open is there; else it was handed over."""
@@ -338,3 +365,16 @@ class Exchange:
 
 def _refuse(dispatch: Dispatch, progress: Progress) -> RemoteCall:
     raise RuntimeError("a message to an expert worker in this process was not answered in time")
+
+
+def _stacked(
+    tables: Mapping[int, LayerTable], layers: Iterable[int], num_experts: int
+) -> LayerRoutes:
+    """The tables of successive layers; those without one are not as usual."""
+    nowhere = LayerTable(np.zeros(num_experts, np.int32), np.zeros(num_experts, np.bool_))
+    found = [tables.get(layer, nowhere) for layer in layers]
+    return LayerRoutes(
+        np.array([table is not nowhere for table in found]),
+        np.stack([table.worker_of_expert_E for table in found]),
+        np.stack([table.has_copies_E for table in found]),
+    )

@@ -203,6 +203,11 @@ class RemoteExperts:
         call.start()
         return call
 
+    @property
+    def exchange(self) -> Exchange | None:
+        """What sends and receives in compiled code; None if nothing may."""
+        return self._exchange if isinstance(self._exchange, Exchange) else None
+
     def _take_over(self, dispatch: Dispatch, progress: Progress) -> RemoteCall:
         call = self._remote_call(dispatch)
         call.resume(progress)

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from attention_worker.drafts import Speculation
-from attention_worker.experts import ExpertClient, Pending
+from attention_worker.experts import ExpertClient, Pending, RemoteExperts
 from attention_worker.grammar import GrammarMasker
 from attention_worker.kv_cache import PagedKvCache
 from attention_worker.model import Model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.row_writer import row_writer
-from expertmesh.model_config import DtypeName
 from expertmesh.v1 import attention_service_pb2 as pb
-from expertmesh.wire import WireDtype
 from expertmesh.wire_encode import CallId, CallTarget, RequestFrame
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.dispatch import as_bits, empty_bits, plan_dispatch, scatter_rows
@@ -47,22 +45,11 @@ class _Zeros:
         return combine(outputs_SH.to(self.h_TH.device), self.routing.topk_weights_TK)
 
 
-class ZeroExperts:
+class ZeroExperts(RemoteExperts):
     """Stands in for expert workers, which may not be known yet: splits and combines rows only.
 
-    Args:
-        num_experts: Of a layer.
-        dtype: Of outputs.
-        wire_dtype: How hidden states will travel.
+    Args: those of RemoteExperts.
     """
-
-    def __init__(self, num_experts: int, dtype: DtypeName, wire_dtype: WireDtype) -> None:
-        self._worker_of_expert_E = np.zeros(num_experts, np.int32)
-        self._dtype: DtypeName = dtype
-        self._wire_dtype: WireDtype = wire_dtype
-
-    def begin_step(self, step: int) -> None:
-        """There is no map to pin."""
 
     def dispatch(
         self,
@@ -74,7 +61,8 @@ class ZeroExperts:
     ) -> Pending:
         """Plans the call, writes its message, drops it, and takes zeros as if they came back."""
         topk_ids_TK = routing.topk_ids_TK
-        for rows in plan_dispatch(topk_ids_TK, self._worker_of_expert_E, num_generated_rows):
+        worker_of_expert_E = np.zeros(self._config.num_experts, np.int32)
+        for rows in plan_dispatch(topk_ids_TK, worker_of_expert_E, num_generated_rows):
             frame = RequestFrame(_NO_CALL, _NOBODY, rows, h_TH.shape[1], self._wire_dtype)
             write_rows = row_writer(h_TH.cpu(), self._wire_dtype)
             write_rows(rows.row_ids_R, frame, np.zeros(len(h_TH), np.bool_))

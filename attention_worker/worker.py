@@ -80,9 +80,9 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     )
     fingerprint = _self_test(dtype_name, device)
     model = load_model(checkpoint, dtype, device, pool.max_model_len)
-    experts, map_user = _experts(settings, checkpoint, dtype_name)
+    experts, map_user, stand_in = _experts(settings, checkpoint, dtype_name)
     kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
-    warm_up(model, kv, _warm_up_experts(experts, config, dtype_name, settings))
+    warm_up(model, kv, stand_in)
     grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
     grammars.prepare()
     state = PagedKvState(kv, pool.max_num_seqs, pool.max_model_len)
@@ -120,32 +120,21 @@ def _max_model_len(settings: AttentionWorkerSettings, config: ModelConfig) -> in
 
 def _experts(
     settings: AttentionWorkerSettings, checkpoint: Checkpoint, dtype: DtypeName
-) -> tuple[LocalExperts | RemoteExperts, MapUser]:
-    """All experts in this process, or the client of the expert workers."""
+) -> tuple[LocalExperts | RemoteExperts, MapUser, ExpertClient]:
+    """All experts in this process, or the client of the expert workers; who follows the expert map;
+    and what stands in for the experts while others are not known."""
+    config, fingerprint = checkpoint.config, checkpoint.fingerprint
     if not settings.colocated:
-        wire_dtype = _wire_dtype(settings, dtype)
-        remote = RemoteExperts(
-            checkpoint.config, checkpoint.fingerprint, dtype, wire_dtype, settings.device
-        )
+        how = _wire_dtype(settings, dtype), settings.device
+        remote = RemoteExperts(config, fingerprint, dtype, *how)
         remote.warm_up()
-        return remote, remote
+        return remote, remote, ZeroExperts(config, fingerprint, dtype, *how)
     store = ExpertStore(checkpoint, dtype, settings.device, expert_dtype=settings.expert_dtype)
-    for layer in checkpoint.config.moe_layers:
-        for expert in range(checkpoint.config.moe_ffn(layer).num_experts):
+    for layer in config.moe_layers:
+        for expert in range(config.moe_ffn(layer).num_experts):
             store.load(layer, expert)
-    return LocalExperts(store), NoMapUser()
-
-
-def _warm_up_experts(
-    experts: LocalExperts | RemoteExperts,
-    config: ModelConfig,
-    dtype: DtypeName,
-    settings: AttentionWorkerSettings,
-) -> ExpertClient:
-    """What the first steps reach, while expert workers may not be known yet."""
-    if isinstance(experts, LocalExperts):
-        return experts
-    return ZeroExperts(config.num_experts, dtype, _wire_dtype(settings, dtype))
+    local = LocalExperts(store)
+    return local, NoMapUser(), local
 
 
 def _wire_dtype(settings: AttentionWorkerSettings, dtype: DtypeName) -> WireDtype:

@@ -53,6 +53,12 @@ class ExpertCalls:
         self.dispatch_s += time.monotonic() - started_s
         return pending
 
+    def add_times(self, dispatch_s: float, wait_s: float, busy_s: float) -> None:
+        """Counts what calls cost that were made elsewhere."""
+        self.dispatch_s += dispatch_s
+        self.wait_s += wait_s
+        self.busy_s += busy_s
+
     def wait_for(self, pending: Pending) -> Tensor:
         """The result of a call; the time it took counts as waited for.
 

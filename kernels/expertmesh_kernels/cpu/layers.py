@@ -22,6 +22,8 @@ from expertmesh_kernels.cpu.sockets import monotonic_ns
 class Moe(NamedTuple):
     """The second half of a layer: addresses of arrays, shapes, options."""
 
+    hidden: int
+    """H."""
     gate_at: int
     gate_size: int
     gate_bias_at: int
@@ -34,8 +36,12 @@ class Moe(NamedTuple):
     top_groups: int
     is_top2_sum: int
     renormalize: int
+    norm_at: int
+    """Of the weights of what the next layer reads."""
+    round_first: int
     table_at: int
-    """Of the addresses of experts, [rows, parts]."""
+    """Of the addresses of experts, [rows, parts]. This and the next five are 0 where experts are
+    elsewhere."""
     table_rows: int
     like_at: int
     """Of the first bytes of packed weights; see `PackedLinear.like`."""
@@ -44,9 +50,6 @@ class Moe(NamedTuple):
     """I."""
     kind: int
     """Of the activation."""
-    norm_at: int
-    """Of the weights of what the next layer reads."""
-    round_first: int
 
 
 class MoeNumbers(NamedTuple):
@@ -125,10 +128,31 @@ def _moe_half(
     ids_TK: NDArray[np.int32],
 ) -> None:
     """x += experts(h), h = norm(x); no expert is missing."""
-    moe = _moe_of(fields)
-    options = MoeNumbers(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4])
-    num_rows, top_k = ids_TK.shape
-    weights_TK = np.empty((num_rows, top_k), np.float32)
+    moe, options = moe_of(fields), moe_numbers_of(numbers)
+    num_rows = ids_TK.shape[0]
+    weights_TK = np.empty(ids_TK.shape, np.float32)
+    choose(h_address, like, moe, options, ids_TK, weights_TK)
+    table = array_at(moe.table_at, moe.table_rows * NUM_PARTS, fields)
+    out = np.empty(num_rows * hidden, like.dtype)
+    combined_mlp(
+        h_address, (num_rows, hidden), like, ids_TK, weights_TK,
+        table.reshape((moe.table_rows, NUM_PARTS)),
+        array_at(moe.like_at, moe.like_size, like_experts), moe.width, moe.kind, options.alpha,
+        options.limit, out.ctypes.data,
+    )  # fmt: skip
+    add_and_norm(x_address, out, h_address, moe, options)
+
+
+@njit
+def choose(
+    h_address: int,
+    like: NDArray[np.generic],
+    moe: Moe,
+    options: MoeNumbers,
+    ids_TK: NDArray[np.int32],
+    weights_TK: NDArray[np.float32],
+) -> None:
+    """Experts and weights of rows."""
     rules = (
         moe.is_sigmoid != 0, moe.num_groups, moe.top_groups, moe.is_top2_sum != 0,
         moe.renormalize != 0, options.renormalize_eps, options.scale,
@@ -138,19 +162,15 @@ def _moe_half(
         _optional(moe.gate_bias_at, moe.num_experts), rules,
         _optional(moe.selection_bias_at, moe.num_experts), moe.num_experts, ids_TK, weights_TK,
     )  # fmt: skip
-    table = array_at(moe.table_at, moe.table_rows * NUM_PARTS, fields)
-    out = np.empty(num_rows * hidden, like.dtype)
-    combined_mlp(
-        h_address, (num_rows, hidden), like, ids_TK, weights_TK,
-        table.reshape((moe.table_rows, NUM_PARTS)),
-        array_at(moe.like_at, moe.like_size, like_experts), moe.width, moe.kind, options.alpha,
-        options.limit, out.ctypes.data,
-    )  # fmt: skip
-    x, h = (
-        array_at(x_address, num_rows * hidden, like),
-        array_at(h_address, num_rows * hidden, like),
-    )
-    weight = array_at(moe.norm_at, hidden, FLOATS)
+
+
+@njit
+def add_and_norm(
+    x_address: int, out: NDArray[np.generic], h_address: int, moe: Moe, options: MoeNumbers
+) -> None:
+    """x += out, h = norm(x), of flat rows."""
+    x, h = array_at(x_address, out.size, out), array_at(h_address, out.size, out)
+    weight = array_at(moe.norm_at, moe.hidden, FLOATS)
     add_norm_rows((x, out, x, h), weight, options.eps, moe.round_first != 0)
 
 
@@ -160,10 +180,16 @@ def _optional(address: int, size: int) -> NDArray[np.float32]:
 
 
 @njit
-def _moe_of(fields: NDArray[np.int64]) -> Moe:
+def moe_of(fields: NDArray[np.int64]) -> Moe:
     """From an array of the fields."""
     f = fields
     return Moe(
         f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13],
-        f[14], f[15], f[16], f[17],
+        f[14], f[15], f[16], f[17], f[18],
     )  # fmt: skip
+
+
+@njit
+def moe_numbers_of(numbers: NDArray[np.float32]) -> MoeNumbers:
+    """From an array of the fields."""
+    return MoeNumbers(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4])

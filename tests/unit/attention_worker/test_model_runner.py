@@ -241,9 +241,10 @@ def test_warm_up_leaves_no_trace(models: Models, shape: object) -> None:
     plain = RunnerDriver(make_runner(model_dir))
     expected = plain.submit(PROMPT, 4)
     plain.run()
+    checkpoint = Checkpoint.open(model_dir)
     for experts in (
-        ZeroExperts(runner.model.config.num_experts, "float32", "float32"),
-        local_experts(Checkpoint.open(model_dir), "float32"),
+        ZeroExperts(checkpoint.config, checkpoint.fingerprint, "float32"),
+        local_experts(checkpoint, "float32"),
     ):
         warm_up(runner.model, runner.state.kv, experts)
     driver = RunnerDriver(runner)

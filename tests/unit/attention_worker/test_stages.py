@@ -11,7 +11,13 @@ from attention_worker import model_runner
 from attention_worker.experts import ExpertClient, RemoteExperts
 from attention_worker.layers.attention_half import Compiled, StepByStep
 from attention_worker.model import Model
-from attention_worker.stages import CompiledLayers, OneLayer, Stages, choose_stages
+from attention_worker.stages import (
+    CompiledLayers,
+    ExchangingLayers,
+    OneLayer,
+    Stages,
+    choose_stages,
+)
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.model_config import DtypeName
 from expertmesh.settings import ExpertDtype
@@ -93,7 +99,7 @@ def test_layers_without_a_kernel_are_gone_through_one_by_one(
 
 
 def test_as_many_layers_as_possible_are_one_stage(folders: FamilyFolders) -> None:
-    """With experts in this process: all of them. With experts elsewhere each layer pauses."""
+    """All of them, wherever experts are, if rows travel as they are."""
     runner = make_runner(folders.served("mixtral"))
     stages = runner.stages
     (only,) = stages.few
@@ -101,4 +107,7 @@ def test_as_many_layers_as_possible_are_one_stage(folders: FamilyFolders) -> Non
     assert len(only.layers.halves) == len(runner.model.layers) == len(stages.pausing)
     checkpoint = Checkpoint.open(folders.served("mixtral"))
     elsewhere = RemoteExperts(checkpoint.config, checkpoint.fingerprint, "float32")
-    assert choose_stages(runner.model, elsewhere) == Stages(stages.pausing, stages.pausing)
+    (exchanging,) = choose_stages(runner.model, elsewhere).few
+    assert isinstance(exchanging, ExchangingLayers)
+    narrow = RemoteExperts(checkpoint.config, checkpoint.fingerprint, "float32", "bfloat16")
+    assert len(choose_stages(runner.model, narrow).few) == len(runner.model.layers)
