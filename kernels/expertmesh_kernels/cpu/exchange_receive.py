@@ -18,7 +18,7 @@ from expertmesh_kernels.cpu.combine import combine
 from expertmesh_kernels.cpu.exchange_send import send_more
 from expertmesh_kernels.cpu.exchange_words import UNUSUAL, Bytes, Words
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.memory import array_at
+from expertmesh_kernels.cpu.memory import array_at, copy_bytes
 from expertmesh_kernels.cpu.primitives import narrow_like
 
 _LENGTH_BYTES = 4
@@ -136,8 +136,7 @@ def _advance(
         return _WAITING
     if not _take(state, link, call, buffer, end, values, lengths):
         return UNUSUAL
-    for i in range(used - end):
-        buffer[i] = buffer[end + i]
+    copy_bytes(buffer.ctypes.data, buffer.ctypes.data + end, used - end)
     reader[words.READER_USED] = used - end
     return _ANSWERED
 
@@ -234,7 +233,7 @@ def _scatter(state: Words, call: Words, buffer: Bytes, data_at: int) -> bool:
     source = buffer.ctypes.data + data_at
     for n in range(first, slot_ids.size):
         target = state[words.STATE_OUTPUTS] + slot_ids[n] * size
-        words.copy_bytes(source, target, size)
+        copy_bytes(target, source, size)
         if not words.is_finite(target, size, itemsize, exponent):
             return False
         source += size

@@ -16,7 +16,7 @@ from expertmesh_kernels.cpu import sockets
 from expertmesh_kernels.cpu.dispatch import count_rows, fill_rows
 from expertmesh_kernels.cpu.exchange_words import Bytes, Words
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.memory import array_at
+from expertmesh_kernels.cpu.memory import array_at, copy_bytes
 
 _LENGTH_BYTES = 4
 _LONGEST_WAIT_NS = 3600 * 10**9
@@ -163,7 +163,7 @@ def _put_rows(state: Words, call: Words, at: int, rows_address: int, broken_T: B
     for r in range(first, row_ids.size):
         source, target = rows_address + row_ids[r] * size, state[words.STATE_FRAMES] + at
         if words.is_finite(source, size, itemsize, exponent):
-            words.copy_bytes(source, target, size)
+            copy_bytes(target, source, size)
         else:
             zeros = array_at(target, size, words.BYTES)
             for i in range(size):
@@ -213,10 +213,8 @@ def _put_id(state: Words, frames: Bytes, at: int) -> int:
 
 @njit
 def _put_bytes(frames: Bytes, at: int, field: int, address: int, count: int) -> int:
-    source = array_at(address, count, words.BYTES)
     at = pb.put_length(frames, at, field, count)
-    for i in range(count):
-        frames[at + i] = source[i]
+    copy_bytes(frames.ctypes.data + at, address, count)
     return at + count
 
 

@@ -79,14 +79,6 @@ def link_at(address: int) -> Words:
 
 
 @njit
-def copy_bytes(source: int, target: int, size: int) -> None:
-    """Between any two addresses."""
-    source_bytes, target_bytes = array_at(source, size, BYTES), array_at(target, size, BYTES)
-    for i in range(size):
-        target_bytes[i] = source_bytes[i]
-
-
-@njit
 def is_finite(address: int, size: int, itemsize: int, exponent: int) -> bool:
     """Whether no element of a row is NaN or infinite, that is, has all bits of the exponent.
 

@@ -36,6 +36,7 @@ from expertmesh.wire_encode import (
     RequestFrame,
     encode_reply,
 )
+from expertmesh.wire_forward import view_outputs
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.cpu import exchange_words as words
 from expertmesh_kernels.dispatch import plan_dispatch
@@ -274,6 +275,37 @@ def test_wrong_reply_is_left_to_python(name: str) -> None:
         connection = there.streams[1].open_exchange()
         assert connection is not None
         assert [LENGTH.pack(len(m)) + m for m in connection.receive()] == [wrong]
+
+
+def test_replies_with_wrong_bytes() -> None:
+    """Any byte may be another: what is taken is what a parser finds, and else it is left alone."""
+    rng = np.random.default_rng(5)
+    num_taken = 0
+    with bench(num_workers=1) as there:
+        for seed in range(300):
+            todo = dispatch(1, "float32", seed)
+            sent = there.exchange.send(todo)
+            assert sent is not None
+            reply = bytearray(reply_to(there.frame(0), "float32", seed, nothing)[0])
+            near = len(reply) if seed % 3 else 90  # most of a reply is data
+            for at in rng.integers(LENGTH.size, near, 1 + seed % 2):
+                reply[at] = rng.integers(256)
+            there.peers[0].sendall(reply)
+            try:
+                combined_TH = sent.result()
+            except TakenOverError:
+                connection = there.streams[0].open_exchange()
+                assert connection is not None
+                assert [LENGTH.pack(len(m)) + m for m in connection.receive()] == [bytes(reply)]
+                continue
+            num_taken += 1
+            response = pb.ForwardResponse.FromString(bytes(reply[LENGTH.size :]))
+            shape = (TOP_K, HIDDEN)
+            assert CallId.of(response.id) == STEP_ID._replace(layer=LAYER, micro_batch=200)
+            outputs_NH = torch.from_numpy(view_outputs(response, shape, "float32").copy())
+            outputs_SH = outputs_NH[np.argsort(np.argsort(todo.routing.topk_ids_TK[0]))]
+            assert torch.equal(combined_TH, combine(outputs_SH, todo.routing.topk_weights_TK))
+    assert 50 < num_taken < 250
 
 
 def poll_readable(stream: Loopback) -> None:
