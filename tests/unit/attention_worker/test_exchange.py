@@ -329,6 +329,7 @@ def test_bytes_that_are_no_reply_are_left_to_python(data: bytes) -> None:
             sent.result()
 
 
+@pytest.mark.alone
 def test_deadline() -> None:
     """It ends the wait, and so does a share of it where other copies could be asked."""
     with bench(num_workers=1) as there:
