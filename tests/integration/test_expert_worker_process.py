@@ -60,7 +60,8 @@ def entry(process: Managed) -> ExpertWorkerEntry:
 def test_processes_equal_the_colocated_mode(
     checkpoint: Checkpoint, dtype: DtypeName, num_workers: int
 ) -> None:
-    """Experts in other processes give the bits of experts in this one."""
+    """Experts in other processes give the bits of experts in this one. A signal ends each of them
+    with exit code 0 within its grace, with an open stream too."""
     here = local(checkpoint, dtype)
     with ExitStack() as stack:
         processes = [
@@ -79,27 +80,33 @@ def test_processes_equal_the_colocated_mode(
             for layer in checkpoint.config.moe_layers:
                 todo = work(num_rows, dtype, seed=seed, layer=layer)
                 assert torch.equal(todo.run(here), todo.run(there))
+        for process, sign in zip(processes, (signal.SIGTERM, signal.SIGINT), strict=False):
+            started = time.monotonic()
+            assert process.stop(sign=sign) == 0
+            assert time.monotonic() - started < 5.0
+            assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_copy(checkpoint: Checkpoint, sign: signal.Signals) -> None:
-    """Killed or stopped in the middle: the other copy answers with the same bits; then none is
-    left, and the error says who failed.
+def test_lost_copies(checkpoint: Checkpoint) -> None:
+    """Stopped or killed in the middle: another copy answers with the same bits; then none is left,
+    and the error says who failed.
     """
     todo = work(8)
     expected = todo.run(local(checkpoint))
-    with (
-        start(checkpoint.model_dir, "--worker-id", "first") as first,
-        start(checkpoint.model_dir, "--worker-id", "second") as second,
-        remote(checkpoint, [entry(first), entry(second)]) as there,
-    ):
+    names = ("first", "second", "third")
+    with ExitStack() as stack:
+        copies = [
+            stack.enter_context(start(checkpoint.model_dir, "--worker-id", name)) for name in names
+        ]
+        there = stack.enter_context(remote(checkpoint, [entry(copy) for copy in copies]))
         assert torch.equal(expected, todo.run(there))
-        first.process.send_signal(sign)
-        for _ in range(5):
-            assert torch.equal(expected, todo.run(there, timeout_s=3.0))
-        second.process.kill()
-        first.process.kill()
-        with pytest.raises(ExpertUnavailableError, match=r"expert worker (first|second) at"):
+        for copy, sign in zip(copies, (signal.SIGSTOP, signal.SIGKILL), strict=False):
+            copy.process.send_signal(sign)
+            for _ in range(5):
+                assert torch.equal(expected, todo.run(there, timeout_s=3.0))
+        for copy in copies:
+            copy.process.kill()
+        with pytest.raises(ExpertUnavailableError, match=r"expert worker (first|second|third) at"):
             todo.run(there, timeout_s=3.0)
 
 
@@ -135,18 +142,6 @@ def load(address: str, incarnation: int, experts: list[tuple[int, int]]) -> None
     with grpc.insecure_channel(address) as channel:
         events = list(rpc.ExpertServiceStub(channel).LoadExperts(message, timeout=TIMEOUT_S))
     assert [event.state for event in events][1::2] == [pb.EXPERT_STATE_RESIDENT] * len(experts)
-
-
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_stops_on_signals(checkpoint: Checkpoint, sign: signal.Signals) -> None:
-    """A signal ends the process with exit code 0 within its grace, with an open stream too."""
-    with start(checkpoint.model_dir, "--worker-id", "stops") as process:
-        with remote(checkpoint, [entry(process)]) as there:
-            work(1).run(there)
-            started = time.monotonic()
-            assert process.stop(sign=sign) == 0
-            assert time.monotonic() - started < 5.0
-        assert "Traceback" not in process.stderr
 
 
 def test_start_up_errors_are_short(checkpoint: Checkpoint, tmp_path: Path) -> None:

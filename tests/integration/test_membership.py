@@ -82,15 +82,19 @@ def _uncovered(status: Json) -> dict[int, list[int]]:
     return {int(layer): experts for layer, experts in status["uncovered"].items()}
 
 
-def test_silent_addresses_are_named(model_dir: Path) -> None:
-    """Within 5 s, log and /ready name addresses that refuse or never speak, and what they lack."""
+def test_silent_addresses_are_named_then_experts_come(
+    model_dir: Path, prompt: list[int], expected: tuple[int, ...]
+) -> None:
+    """Within 5 s, log and /ready name addresses that refuse or never speak, and what they lack.
+    While experts are missing, requests get 503; when they come, the mesh serves them."""
     with ExitStack() as stack:
         half = stack.enter_context(expert_worker(model_dir, experts="0/2"))
         mute = stack.enter_context(socket.socket())
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         silent = f"127.0.0.1:{mute.getsockname()[1]}"
-        closed = f"127.0.0.1:{free_port()}"
+        port = free_port()
+        closed = f"127.0.0.1:{port}"
         server = stack.enter_context(_mesh(model_dir, [half.address, silent, closed], ready=False))
 
         def named() -> bool:
@@ -104,38 +108,35 @@ def test_silent_addresses_are_named(model_dir: Path) -> None:
             )
 
         poll(named, timeout_s=NAMED_WITHIN_S, what="both addresses are named")
-        answer = server.api.ready()
-        assert answer.status == 503
-        layers = range(MIXTRAL.num_layers)
-        assert {layer: [4, 5, 6, 7] for layer in layers} == _uncovered(answer.json)
-        assert answer.json["message"] == f"{4 * len(layers)} experts have no usable copy"
-        assert _worker_at(answer.json, closed)["message"]
-        assert _worker_at(answer.json, silent)["message"]
-        assert server.api.get("/health").status == 200
-
-
-def test_missing_experts_are_an_error_then_a_mesh(
-    model_dir: Path, prompt: list[int], expected: tuple[int, ...]
-) -> None:
-    """While experts are missing, requests get 503; when they come, the mesh serves them."""
-    port = free_port()
-    with (
-        expert_worker(model_dir, experts="0-3") as half,
-        _mesh(model_dir, [half.address, f"127.0.0.1:{port}"], ready=False) as server,
-    ):
-        started = time.monotonic()
-        answer = server.api.post("/v1/completions", completion_body(prompt, 4))
-        assert time.monotonic() - started < SHORT_HOLD_S + 3
-        assert (answer.status, answer.error["code"]) == (503, "expert_unavailable")
-        assert "expert" in answer.error["message"]
-        assert float(answer.headers["retry-after"]) > 0
-        events = list(server.api.stream("/v1/completions", completion_body(prompt, 4)))
-        assert [event["error"]["code"] for event in events] == ["expert_unavailable"]
-        with expert_worker(model_dir, experts="4-7", port=port):
+        _check_what_is_missing(server.api, silent, closed)
+        _check_that_requests_end(server.api, prompt)
+        with expert_worker(model_dir, experts="1/2", port=port):
             wait_ready(server.api, timeout_s=10)
             assert expected[:40] == server.api.complete(prompt, 40).token_ids
             assert _uncovered(server.api.ready().json) == {}
         poll(lambda: server.api.ready().status == 503, timeout_s=5, what="/ready is 503 again")
+
+
+def _check_what_is_missing(api: Api, silent: str, closed: str) -> None:
+    answer = api.ready()
+    assert answer.status == 503
+    layers = range(MIXTRAL.num_layers)
+    assert {layer: [4, 5, 6, 7] for layer in layers} == _uncovered(answer.json)
+    assert answer.json["message"] == f"{4 * len(layers)} experts have no usable copy"
+    assert _worker_at(answer.json, closed)["message"]
+    assert _worker_at(answer.json, silent)["message"]
+    assert api.get("/health").status == 200
+
+
+def _check_that_requests_end(api: Api, prompt: list[int]) -> None:
+    started = time.monotonic()
+    answer = api.post("/v1/completions", completion_body(prompt, 4))
+    assert time.monotonic() - started < SHORT_HOLD_S + 3
+    assert (answer.status, answer.error["code"]) == (503, "expert_unavailable")
+    assert "expert" in answer.error["message"]
+    assert float(answer.headers["retry-after"]) > 0
+    events = list(api.stream("/v1/completions", completion_body(prompt, 4)))
+    assert [event["error"]["code"] for event in events] == ["expert_unavailable"]
 
 
 class Streamed:
