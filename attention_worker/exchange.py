@@ -11,7 +11,7 @@ size.
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -52,8 +52,6 @@ class Dispatch(NamedTuple):
     num_generated_rows: int
     deadline_s: float
 
-
-_WARM_UP_S = 60.0
 
 TakeOver = Callable[[Dispatch, Progress], RemoteCall]
 """Goes on with a dispatch."""
@@ -214,10 +212,10 @@ class Exchange:
         routing = Routing(np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
         with loopback() as stream:
             other.begin_step(CallId(0, 0, 0, 0, 0), LoopbackRoutes(stream, num_experts=1))
-            deadline_s = time.monotonic() + _WARM_UP_S
-            sent = other.send(Dispatch(0, 0, hidden_TH, routing, 1, deadline_s))
-            stream.answer(self._hidden_size, self._dtype)
+            # Without a deadline, since compiling takes as long as it takes.
+            sent = other.send(Dispatch(0, 0, hidden_TH, routing, 1, math.inf))
             assert sent is not None, "nothing is in the way"
+            stream.answer(self._hidden_size, self._dtype)
             sent.result()
 
     def begin_step(self, step_id: CallId, partners: Partners) -> None:
@@ -371,7 +369,8 @@ def _stacked(
     tables: Mapping[int, LayerTable], layers: Iterable[int], num_experts: int
 ) -> LayerRoutes:
     """The tables of successive layers; those without one are not as usual."""
-    nowhere = LayerTable(np.zeros(num_experts, np.int32), np.zeros(num_experts, np.bool_))
+    width = max((table.worker_of_expert_E.size for table in tables.values()), default=num_experts)
+    nowhere = LayerTable(np.zeros(width, np.int32), np.zeros(width, np.bool_))
     found = [tables.get(layer, nowhere) for layer in layers]
     return LayerRoutes(
         np.array([table is not nowhere for table in found]),

@@ -148,6 +148,12 @@ class ExpertStream:
             if self._waiting.pop(call, None) is not None:
                 self._cut("replies are lost")
 
+    def forget(self, call: Call) -> None:
+        """As `abandon`, for reasons that say nothing of the expert worker."""
+        with self._lock:
+            call.abandoned = True
+            self._waiting.pop(call, None)
+
     @property
     def interest(self) -> tuple[int, int]:
         """Descriptor and events of its direct connection; -1 without one."""

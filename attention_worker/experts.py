@@ -164,6 +164,7 @@ class RemoteExperts:
             self._exchange = Exchange(config.hidden_size, dtype, self._fingerprint, self._take_over)
         self._step_id = CallId(self._own_id, epoch=0, step=0, layer=0, micro_batch=0)
         self._num_dispatched: dict[int, int] = {}  # micro-batches of the step, by layer
+        self._unfinished: set[RemoteCall] = set()
 
     def warm_up(self) -> None:
         """Compiles what dispatches need beside the kernels of `warm_up.py`."""
@@ -174,6 +175,8 @@ class RemoteExperts:
     def begin_step(self, step: int) -> None:
         """Pins the current expert map; see ExpertClient."""
         self._exchange.hand_over()
+        for call in list(self._unfinished):  # of a step that failed
+            call.drop()
         self._num_dispatched.clear()
         with self._lock:
             self._pinned = self._routes
@@ -196,8 +199,9 @@ class RemoteExperts:
         micro_batch = self._num_dispatched.get(layer, 0)
         self._num_dispatched[layer] = micro_batch + 1
         dispatch = Dispatch(layer, micro_batch, h_TH, routing, num_generated_rows, deadline_s)
-        sent = self._exchange.send(dispatch)
-        if sent is not None:
+        if self._unfinished:  # it may send and receive again, and nothing may get in between
+            self._exchange.hand_over()
+        elif (sent := self._exchange.send(dispatch)) is not None:
             return sent
         call = self._remote_call(dispatch)
         call.start()
@@ -225,7 +229,7 @@ class RemoteExperts:
             model_fingerprint=self._fingerprint,
             deadline_s=min(dispatch.deadline_s, time.monotonic() + _LONGEST_CALL_S),
         )
-        return RemoteCall(batch, self._pinned, self._waiting)
+        return RemoteCall(batch, self._pinned, self._waiting, self._unfinished)
 
     # --- other threads ---
 

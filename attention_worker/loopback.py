@@ -23,6 +23,7 @@ from expertmesh.wire_encode import ReplyHead, encode_reply
 
 _MAX_MESSAGE_BYTES = 2**20
 _INCARNATION = 1
+_ANSWER_TIMEOUT_S = 5.0  # a call is there before it is answered
 
 
 class Loopback:
@@ -79,4 +80,5 @@ def loopback() -> Iterator[Loopback]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
+        theirs.settimeout(_ANSWER_TIMEOUT_S)
         yield Loopback(ours, theirs)

@@ -96,9 +96,14 @@ class RemoteCall:
         batch: What is sent.
         routes: The expert map of the step.
         waiting: Where the model thread waits.
+        unfinished: Has this call in it until it has a result or has failed.
     """
 
-    def __init__(self, batch: Batch, routes: Routes, waiting: Waiting) -> None:
+    def __init__(
+        self, batch: Batch, routes: Routes, waiting: Waiting, unfinished: set[RemoteCall]
+    ) -> None:
+        self._unfinished = unfinished
+        unfinished.add(self)
         self._batch = batch
         self._routes = routes
         self._layer = batch.call_id.layer
@@ -152,6 +157,7 @@ class RemoteCall:
             while self._open:
                 self._take(self._next_outcome())
         finally:
+            self._unfinished.discard(self)
             for call in self._open:
                 self._routes.streams[call.rows.worker].abandon(call)
         hidden_TH = self._batch.hidden_TH
@@ -160,6 +166,12 @@ class RemoteCall:
         if self._has_broken_rows:
             combined_TH[torch.from_numpy(self._broken_T)] = torch.nan
         return combined_TH
+
+    def drop(self) -> None:
+        """Nobody will ask for the result: the step that it belongs to failed elsewhere."""
+        self._unfinished.discard(self)
+        for call in self._open:
+            self._routes.streams[call.rows.worker].forget(call)
 
     # --- sending ---
 

@@ -116,7 +116,7 @@ class ExchangingLayers:
         pages = inputs.pages.part(self.first, count)
         through = RemotePass(self.layers, self.first, pages, inputs.places)
         routes = self.exchange.routes(self.first, count, gate.num_experts)
-        limits = CallLimits(calls.num_generated_rows, calls.timeout_s, calls.step_deadline_s)
+        limits = CallLimits(calls.num_generated_rows, float(calls.timeout_s), calls.step_deadline_s)
         layer = 0
         try:
             while layer < count:

@@ -121,7 +121,8 @@ class PagedKvState:
         used_blocks = int(positions_T.max()) // size + 1
         index_T, offset_T = np.divmod(positions_T, size)
         tables_GSB = np.stack([tables.gather(slots_S, used_blocks) for tables in self._tables])
-        slots_GT = tables_GSB[:, sequence_of_row_T, index_T].astype(np.int64)
+        # In rows of groups, as kernels want them: NumPy would give the indexed axis first.
+        slots_GT = tables_GSB[:, sequence_of_row_T, index_T].astype(np.int64, order="C")
         slots_GT *= size
         slots_GT += offset_T
         places = StepPlaces(tables_GSB, sequence_of_row_T, positions_T, slots_GT)

@@ -157,16 +157,23 @@ def attention_half_(
         positions_T: int32.
         slots_T: See `write_kv`; int64.
     """
-    rows = (len(positions_T), half.qkv.in_features)
-    if x_TH.shape != rows or h_TH.shape != rows or x_TH.dtype != cache.pool.dtype:
-        raise ValueError(
-            f"x is {x_TH.dtype} {tuple(x_TH.shape)} and h {tuple(h_TH.shape)}, "
-            f"expected {cache.pool.dtype} {rows}"
-        )
-    if not (x_TH.is_contiguous() and h_TH.is_contiguous()):
-        raise ValueError("x and h have gaps, expected contiguous rows")
+    check_rows(x_TH, h_TH, half, len(positions_T))
+    if x_TH.dtype != cache.pool.dtype:
+        raise ValueError(f"x is {x_TH.dtype}, expected {cache.pool.dtype} as the pool")
     cpu_attention_half(
         x_TH.data_ptr(), h_TH.data_ptr(), LIKE[x_TH.dtype], half.like_panels, cache.form,
         half.fields, half.numbers, cache.pages, block_tables_SB, sequence_of_row_T, positions_T,
         slots_T,
     )  # fmt: skip
+
+
+def check_rows(x_TH: Tensor, h_TH: Tensor, half: AttentionHalf, num_rows: int) -> None:
+    """Raises ValueError unless x and h are as kernels write them in place."""
+    rows = (num_rows, half.qkv.in_features)
+    if x_TH.shape != rows or h_TH.shape != rows or x_TH.dtype != h_TH.dtype:
+        raise ValueError(
+            f"x is {x_TH.dtype} {tuple(x_TH.shape)} and h {h_TH.dtype} {tuple(h_TH.shape)}, "
+            f"expected twice {rows} of one type"
+        )
+    if not (x_TH.is_contiguous() and h_TH.is_contiguous()):
+        raise ValueError("x and h have gaps, expected contiguous rows")

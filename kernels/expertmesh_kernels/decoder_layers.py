@@ -17,7 +17,7 @@ from torch import Tensor
 
 from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import cpu_arguments
-from expertmesh_kernels.attention_half import AttentionHalf, RmsWeights
+from expertmesh_kernels.attention_half import AttentionHalf, RmsWeights, check_rows
 from expertmesh_kernels.cpu.layers import Moe, MoeNumbers
 from expertmesh_kernels.cpu.layers import local_layers as cpu_local_layers
 from expertmesh_kernels.cpu.remote_layers import BEGUN_NS, DISPATCH_NS, IS_SENT, NUM_REPORT_WORDS
@@ -223,6 +223,7 @@ def local_layers_(
         caches: Their keys and values.
         places: Of the rows.
     """
+    check_rows(x_TH, h_TH, layers.halves[0], len(places.positions_T))
     ids_LTK = np.empty(layers.choices_shape(len(places.positions_T)), np.int32)
     likes = (*layers.likes(x_TH, caches), layers.moes[0].experts.like[:0])
     experts_ns = cpu_local_layers(
@@ -299,6 +300,7 @@ class RemotePass:
         If that is not all, the layer it ended in is complete but for its experts: x is the residual
         stream, h what they read.
         """
+        check_rows(x_TH, h_TH, self._layers.halves[0], len(self._places.positions_T))
         return cpu_remote_layers(
             x_TH.data_ptr(), h_TH.data_ptr(), self._layers.likes(x_TH, self._caches),
             self._layers.arrays, self._caches.pages_LF, self._caches.group_of_layer_L,

@@ -17,7 +17,7 @@ from tests.support.mesh import Server
 from tests.support.processes import poll
 
 NUM_CLIENTS = 16
-LONG = 400
+LONG = 1500
 """Tokens of an answer that nobody waits for."""
 
 TOPICS = ("fox", "dog", "Paris", "naïve café", "日本語", "🙂 smile", "experts", "0 1 2 3 4 5")

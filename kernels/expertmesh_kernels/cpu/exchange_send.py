@@ -103,7 +103,8 @@ def _plan(
     row, pair = 0, 0
     for w in range(num_workers):
         link, call = words.link_at(links_W[w]), calls_WC[w]
-        if call[words.CALL_ROWS] + link[words.LINK_IN_FLIGHT] > link[words.LINK_CREDITS]:
+        num_rows = call[words.CALL_ROWS]
+        if num_rows and num_rows + link[words.LINK_IN_FLIGHT] > link[words.LINK_CREDITS]:
             return False
         call[words.CALL_FIRST_ROW], call[words.CALL_FIRST_PAIR] = row, pair
         row, pair = row + call[words.CALL_ROWS], pair + call[words.CALL_PAIRS]

@@ -63,7 +63,7 @@ STATE_SLOT_IDS, STATE_OUTPUTS, STATE_BROKEN = range(15, 18)
 NUM_STATE_WORDS = 18
 
 FRAME_OVERHEAD = 256
-"""Bytes of a frame beside rows and routing, at most, with what aligns it."""
+"""Bytes of a frame beside rows and routing, at most."""
 
 INTS = np.empty(0, np.int64)
 BYTES = np.empty(0, np.uint8)

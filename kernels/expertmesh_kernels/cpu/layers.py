@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.attention_half import attention_half
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.memory import FLOATS, array_at
+from expertmesh_kernels.cpu.memory import FLOATS, address_of, array_at
 from expertmesh_kernels.cpu.mlp import NUM_PARTS, combined_mlp
 from expertmesh_kernels.cpu.norm import add_norm_rows
 from expertmesh_kernels.cpu.router import gate_and_route
@@ -138,7 +138,7 @@ def _moe_half(
         h_address, (num_rows, hidden), like, ids_TK, weights_TK,
         table.reshape((moe.table_rows, NUM_PARTS)),
         array_at(moe.like_at, moe.like_size, like_experts), moe.width, moe.kind, options.alpha,
-        options.limit, out.ctypes.data,
+        options.limit, address_of(out),
     )  # fmt: skip
     add_and_norm(x_address, out, h_address, moe, options)
 

@@ -20,7 +20,7 @@ Numbers = NDArray[np.int64]
 
 VARINT, FIXED64, LEN, FIXED32 = 0, 1, 2, 5
 """Wire types."""
-_NO_FIELD = 7
+_NO_FIELD = 8
 """In a table of kinds: no wire type."""
 NUM_FIELDS = 16
 """Length of the tables of a message, which are indexed by field numbers."""

@@ -26,7 +26,7 @@ from expertmesh_kernels.cpu.block import (
 from expertmesh_kernels.cpu.combine import combine
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import add_bias, panels_per_chunk
-from expertmesh_kernels.cpu.memory import FLOATS, array_at
+from expertmesh_kernels.cpu.memory import FLOATS, address_of, array_at
 from expertmesh_kernels.cpu.storage import narrow_into
 from expertmesh_kernels.cpu.team import parallel_for
 from expertmesh_kernels.cpu.tile import HALF_PANEL, PANEL
@@ -133,7 +133,7 @@ def combined_mlp(
     outputs = np.empty(rows_N.size * shape[1], like_h.dtype)
     wrong_pair = grouped_mlp(
         h_address, shape, like_h, rows_N, experts_N, table_EA, like, width, kind, alpha, limit,
-        outputs.ctypes.data,
+        address_of(outputs),
     )  # fmt: skip
     if wrong_pair < 0:
         out_TH = array_at(out_address, num_rows * shape[1], like_h).reshape(shape)

@@ -16,6 +16,7 @@ from expertmesh_kernels.cpu.exchange_send import send
 from expertmesh_kernels.cpu.exchange_words import STATE_LAYER, STATE_MICRO_BATCH, UNUSUAL
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.layers import add_and_norm, choose, moe_numbers_of, moe_of
+from expertmesh_kernels.cpu.memory import address_of
 from expertmesh_kernels.cpu.sockets import monotonic_ns
 
 IS_SENT, BEGUN_NS, DISPATCH_NS, WAIT_NS, BUSY_US = 0, 1, 2, 3, 4
@@ -102,7 +103,7 @@ def remote_layers(
         report[DISPATCH_NS] += sent_ns - begun_ns
         if not is_sent:
             return layer
-        busy_us = receive(state, links_W, calls_WC, weights_TK, out.ctypes.data, like)
+        busy_us = receive(state, links_W, calls_WC, weights_TK, address_of(out), like)
         report[WAIT_NS] += monotonic_ns() - sent_ns
         if busy_us == UNUSUAL:
             return layer

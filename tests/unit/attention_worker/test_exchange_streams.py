@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -84,6 +85,37 @@ def test_second_dispatch_and_one_that_is_dropped(checkpoint: Checkpoint) -> None
         there.begin_step(2)
         assert torch.equal(expected[0], todo[0].run(there))
         assert torch.equal(expected[1], exchanged(there, todo[1]).result())
+
+
+def test_nothing_is_exchanged_past_a_call_that_may_send_again(checkpoint: Checkpoint) -> None:
+    """The retry of one micro-batch would read the replies of the other's exchange."""
+    todo = [work(5, seed=seed, layer=seed) for seed in range(3)]
+    expected = [one.run(local(checkpoint)) for one in todo]
+    calls = itertools.count()
+
+    def fails_once(
+        request: pb.ForwardRequest, reply: pb.ForwardResponse
+    ) -> Iterable[pb.ForwardResponse]:
+        if request.id.layer == 1 and not next(calls):
+            corrupt(reply)
+        return [reply]
+
+    with (
+        faulty_server(loaded_store(checkpoint, "float32"), fails_once, "a", direct=True) as a,
+        faulty_server(loaded_store(checkpoint, "float32"), fails_once, "b", direct=True) as b,
+        remote(checkpoint, [a.entry, b.entry], direct=True) as there,
+    ):
+        first = exchanged(there, todo[0])
+        second = todo[1].dispatch_on(there)
+        assert torch.equal(expected[0], first.result())  # reads replies of the second, too
+        third = todo[2].dispatch_on(there)
+        assert not isinstance(third, Exchanged)
+        started_s = time.monotonic()
+        assert torch.equal(expected[1], second.result())
+        assert torch.equal(expected[2], third.result())
+        assert time.monotonic() - started_s < TIMEOUT_S / 3, "nobody waits for a lost reply"
+        assert there.num_late_replies == 0
+        assert torch.equal(expected[0], exchanged(there, todo[0]).result())
 
 
 def test_connection_that_another_thread_closes(checkpoint: Checkpoint) -> None:

@@ -60,6 +60,23 @@ def _state(num_blocks: int = 8) -> PagedKvState:
     return PagedKvState(PagedKvCache(_config(), num_blocks, 4, BF16, CPU), 4, 18)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_places_are_laid_out_alike_whatever_the_step(num_rows: int) -> None:
+    """Another layout is another type to compiled kernels, which would compile for it in a step."""
+    state = PagedKvState(PagedKvCache(_config(None, 6), 8, 4, BF16, CPU), 4, 18)
+    for group in range(2):
+        state.append_blocks(0, group, 0, [2 * group, 2 * group + 1], 0)
+    rows_T, positions_T = np.zeros(num_rows, np.int32), np.arange(num_rows, dtype=np.int32)
+    places = state.prepare(np.zeros(1, np.int64), rows_T, positions_T).places
+    for array in places:
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+    assert places.slots_GT.tolist() == [
+        [4 * block + at for block in (first, first + 1) for at in range(4)][:num_rows]
+        for first in (0, 2)
+    ]
+
+
 def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
     """2 layers x keys and values x 2 heads x 8 x 4 tokens x 2 bytes."""
     kv = PagedKvCache(_config(), 5, 4, BF16, CPU)

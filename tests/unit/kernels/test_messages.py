@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from hypothesis import given
@@ -202,3 +203,11 @@ def test_tensors_are_written(crc: int, count: int) -> None:
         assert bytes(buffer[:at]) == expected
     else:
         assert bytes(buffer[2:at]) == expected
+
+
+@pytest.mark.parametrize("field", range(m.NUM_FIELDS))
+def test_wire_types_that_do_not_exist_are_malformed(field: int) -> None:
+    """Whether or not the message has such a field."""
+    for kinds in KINDS.values():
+        for wire_type in (3, 4, 6, 7):
+            assert scanned(bytes((field << 3 | wire_type, 0)), kinds) is None
