@@ -70,7 +70,7 @@ async def _leave_early(client: AsyncOpenAI, model: str, index: int) -> None:
         seen = 0
         async for _ in stream:
             seen += 1
-            if seen == 2:
+            if seen == 3:
                 return
 
 
@@ -97,6 +97,7 @@ async def test_sixteen_clients_are_independent(text_server: Server) -> None:
     assert len(set(alone)) == NUM_CLIENTS
 
 
+@pytest.mark.alone
 async def test_half_of_the_clients_leave(text_server: Server) -> None:
     """Clients that leave mid-stream free their KV blocks and slots; the others notice nothing."""
     async with _client(text_server.api) as client:
@@ -118,7 +119,7 @@ async def test_half_of_the_clients_leave(text_server: Server) -> None:
     metrics = text_server.api.metrics()
     assert metrics["moe_kv_blocks_total"] > 0
     generated = metrics["moe_generation_tokens_total"] - before
-    assert generated < 8 * 48 + 8 * LONG * 3 / 4, "the requests of those who left ran on"
+    assert generated < 8 * 48 + 8 * LONG / 2, "the requests of those who left ran on"
 
 
 @pytest.mark.parametrize("stream", [False, True])
