@@ -53,7 +53,6 @@ class PagedKvCache:
         """Per group: how many tokens a token sees; None for all."""
         shape = (num_blocks + 1, plan.block_width * block_size)
         self.pool = torch.empty(shape, dtype=dtype, device=device)
-        self.group_of_layer = plan.group_of_layer
         self.layers: tuple[KvCache, ...] = tuple(
             KvCache(self.pool, offset * block_size, layer.attention.kv, block_size)
             for offset, layer in zip(plan.offset_of_layer, config.layers, strict=True)

@@ -124,7 +124,7 @@ def test_layers_of_a_group_share_a_block() -> None:
     kv = PagedKvCache(_config(None, 6, None, 6), 5, 4, BF16, CPU)
     assert kv.block_bytes == 512
     assert kv.sliding_windows == (None, 6)
-    assert kv.group_of_layer == (0, 1, 0, 1)
+    assert tuple(kv.pages.group_of_layer_L) == (0, 1, 0, 1)
     assert [layer.offset for layer in kv.layers] == [0, 0, 128, 128]
 
 

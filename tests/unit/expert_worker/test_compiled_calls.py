@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -18,7 +17,6 @@ from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import decode_tensor
 from expertmesh.wire_encode import ReplyHead, encode_reply, join_message
-from tests.conftest import Models
 from tests.support.direct_calls import (
     Caller,
     ask,
@@ -34,29 +32,9 @@ from tests.support.direct_calls import (
 from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
 from tests.support.expert_wire import TIMEOUT_S, busy_device, request
 from tests.support.processes import poll
-from tests.support.tiny_checkpoints import MIXTRAL
 
 E = pb.ForwardError
 ROWS = (1, 2, 7, 40, ROW_CREDITS)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(models: Models) -> Checkpoint:
-    """A tiny Mixtral: 3 layers, 8 experts, top-2."""
-    return Checkpoint.open(models.tiny(MIXTRAL))
-
-
-@pytest.fixture
-def server(checkpoint: Checkpoint) -> Iterator[ExpertServer]:
-    """An expert worker with experts 0 to 3 of each layer."""
-    with expert_server(loaded_store(checkpoint, "float32", "0-3")) as started:
-        yield started
-
-
-@pytest.fixture
-def unusual(server: ExpertServer, monkeypatch: pytest.MonkeyPatch) -> list[pb.ForwardRequest]:
-    """Calls that Python answers from now on."""
-    return watch(server, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
 from expert_worker.server import ExpertServer
-from expertmesh.checkpoint import Checkpoint
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import encode_tensor
 from expertmesh.wire_encode import LENGTH
-from tests.conftest import Models
 from tests.support.direct_calls import (
     Caller,
     ask,
     connection_to,
     reply_of_python,
     timeless,
-    watch,
 )
-from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
+from tests.support.expert_servers import ROW_CREDITS
 from tests.support.expert_wire import HIDDEN, TIMEOUT_S, request
-from tests.support.tiny_checkpoints import MIXTRAL
 
 E = pb.ForwardError
 ROWS = (1, 2, 7, 40, ROW_CREDITS)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(models: Models) -> Checkpoint:
-    """A tiny Mixtral: 3 layers, 8 experts, top-2."""
-    return Checkpoint.open(models.tiny(MIXTRAL))
-
-
-@pytest.fixture
-def server(checkpoint: Checkpoint) -> Iterator[ExpertServer]:
-    """An expert worker with experts 0 to 3 of each layer."""
-    with expert_server(loaded_store(checkpoint, "float32", "0-3")) as started:
-        yield started
-
-
-@pytest.fixture
-def unusual(server: ExpertServer, monkeypatch: pytest.MonkeyPatch) -> list[pb.ForwardRequest]:
-    """Calls that Python answers from now on."""
-    return watch(server, monkeypatch)
 
 
 def _changed(**fields: object) -> Callable[[ExpertServer], pb.ForwardRequest]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -97,11 +97,13 @@ def written(message: Message) -> Found:
     return found
 
 
-def _raw(name: str, value: Any) -> int | bytes:
+def _raw(name: str, value: int | bytes | Message | Sequence[int]) -> int | bytes:
     if isinstance(value, Message):
         return value.SerializeToString()
     if name == "shape":
+        assert not isinstance(value, int)
         return pb.Tensor(shape=value).SerializeToString()[2:]
+    assert isinstance(value, int | bytes)
     return value if isinstance(value, bytes) else int(value)
 
 
