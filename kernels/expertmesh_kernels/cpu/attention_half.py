@@ -16,7 +16,7 @@ from expertmesh_kernels.cpu.attention import Scores, attend
 from expertmesh_kernels.cpu.block import gather_row, new_rows
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import multiply_panels
-from expertmesh_kernels.cpu.memory import FLOATS, array_at
+from expertmesh_kernels.cpu.memory import FLOATS, array_at, optional_floats
 from expertmesh_kernels.cpu.norm import add_norm_rows, rms_norm
 from expertmesh_kernels.cpu.pages import Pages, pages_of, write_row
 from expertmesh_kernels.cpu.rope import apply_rope
@@ -120,7 +120,7 @@ def attention_half(
     h = array_at(h_address, num_rows * half.hidden, like)
     qkv = np.empty(num_rows * half.qkv_columns, like.dtype)
     panels = array_at(half.qkv_at, half.qkv_size, like_panels)
-    bias = _optional(half.qkv_bias_at, half.qkv_columns)
+    bias = optional_floats(half.qkv_bias_at, half.qkv_columns)
     _project(h, half.hidden, num_rows, panels, half.qkv_depth, bias, qkv, half.qkv_columns)
     parallel_for(
         _edit_chunk,
@@ -133,19 +133,14 @@ def attention_half(
         qkv, half.qkv_columns, mixed, form, pages, block_tables_SB, sequence_of_row_T,
         positions_T, half.num_heads, half.value_dim,
         Scores(options.scale, half.window, options.softcap),
-        _optional(half.sinks_at, half.num_heads),
+        optional_floats(half.sinks_at, half.num_heads),
     )  # fmt: skip
     out = np.empty(num_rows * half.hidden, like.dtype)
     panels = array_at(half.o_at, half.o_size, like_panels)
-    bias = _optional(half.o_bias_at, half.hidden)
+    bias = optional_floats(half.o_bias_at, half.hidden)
     _project(mixed, width, num_rows, panels, half.o_depth, bias, out, half.hidden)
     weight = array_at(half.norm_at, half.hidden, FLOATS)
     add_norm_rows((x, out, x, h), weight, options.eps, half.round_first != 0)
-
-
-@njit
-def _optional(address: int, size: int) -> NDArray[np.float32]:
-    return array_at(address, size if address != 0 else 0, FLOATS)
 
 
 @njit

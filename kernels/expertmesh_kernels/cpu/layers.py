@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.attention_half import attention_half
 from expertmesh_kernels.cpu.jit import njit
-from expertmesh_kernels.cpu.memory import FLOATS, address_of, array_at
+from expertmesh_kernels.cpu.memory import FLOATS, address_of, array_at, optional_floats
 from expertmesh_kernels.cpu.mlp import NUM_PARTS, combined_mlp
 from expertmesh_kernels.cpu.norm import add_norm_rows
 from expertmesh_kernels.cpu.router import gate_and_route
@@ -159,8 +159,9 @@ def choose(
     )  # fmt: skip
     gate_and_route(
         h_address, like, array_at(moe.gate_at, moe.gate_size, FLOATS),
-        _optional(moe.gate_bias_at, moe.num_experts), rules,
-        _optional(moe.selection_bias_at, moe.num_experts), moe.num_experts, ids_TK, weights_TK,
+        optional_floats(moe.gate_bias_at, moe.num_experts), rules,
+        optional_floats(moe.selection_bias_at, moe.num_experts), moe.num_experts, ids_TK,
+        weights_TK,
     )  # fmt: skip
 
 
@@ -172,11 +173,6 @@ def add_and_norm(
     x, h = array_at(x_address, out.size, out), array_at(h_address, out.size, out)
     weight = array_at(moe.norm_at, moe.hidden, FLOATS)
     add_norm_rows((x, out, x, h), weight, options.eps, moe.round_first != 0)
-
-
-@njit
-def _optional(address: int, size: int) -> NDArray[np.float32]:
-    return array_at(address, size if address != 0 else 0, FLOATS)
 
 
 @njit

@@ -52,10 +52,16 @@ def array_at(address: int, size: int, like: NDArray[Any]) -> NDArray[Any]:
 
 
 @njit
-def address_of(array: NDArray[Any]) -> int:
+def address_of(array: NDArray[np.generic]) -> int:
     """Where an array's memory begins; signed, as kernels that take addresses are compiled for."""
     return int(np.int64(array.ctypes.data))
 
 
 FLOATS = np.empty(0, np.float32)
 """For `like`."""
+
+
+@njit
+def optional_floats(address: int, size: int) -> NDArray[np.float32]:
+    """The FP32 numbers at an address; none if that is 0."""
+    return array_at(address, size if address != 0 else 0, FLOATS)

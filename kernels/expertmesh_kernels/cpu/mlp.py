@@ -26,7 +26,7 @@ from expertmesh_kernels.cpu.block import (
 from expertmesh_kernels.cpu.combine import combine
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import add_bias, panels_per_chunk
-from expertmesh_kernels.cpu.memory import FLOATS, address_of, array_at
+from expertmesh_kernels.cpu.memory import address_of, array_at, optional_floats
 from expertmesh_kernels.cpu.storage import narrow_into
 from expertmesh_kernels.cpu.team import parallel_for
 from expertmesh_kernels.cpu.tile import HALF_PANEL, PANEL
@@ -228,7 +228,7 @@ def _gate_up_chunk(
     expert = used_U[chunk // chunks]
     num_panels = _ceil_div(width, HALF_PANEL)
     panels = array_at(table_EA[expert, GATE_UP], num_panels * panel_size(like, depth), like)
-    bias = _bias_at(table_EA[expert, GATE_UP_BIAS], 2 * width)
+    bias = optional_floats(table_EA[expert, GATE_UP_BIAS], 2 * width)
     first = (chunk % chunks) * per_chunk
     last = min(first + per_chunk, num_panels)
     begin, end = starts_E[expert], starts_E[expert + 1]
@@ -273,7 +273,7 @@ def _down_chunk(
     hidden = out_NH.shape[1]
     num_panels = _ceil_div(hidden, PANEL)
     panels = array_at(table_EA[expert, DOWN], num_panels * panel_size(like, depth), like)
-    bias = _bias_at(table_EA[expert, DOWN_BIAS], hidden)
+    bias = optional_floats(table_EA[expert, DOWN_BIAS], hidden)
     first = (chunk % chunks) * per_chunk
     last = min(first + per_chunk, num_panels)
     begin, end = starts_E[expert], starts_E[expert + 1]
@@ -290,8 +290,3 @@ def _down_chunk(
                 add_bias(acc, r * PANEL, count, bias, column)
                 narrow_into(acc, r * PANEL, count, out_NH[order_N[row + r]], column)
     end_rows(like)
-
-
-@njit
-def _bias_at(address: int, size: int) -> NDArray[np.float32]:
-    return array_at(address, size if address != 0 else 0, FLOATS)
