@@ -40,9 +40,16 @@ def main(argv: list[str]) -> int:
 def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     configure_logging(settings.log, "attention worker")
     share = settle(settings.threads, settings.cores)
-    from attention_worker.worker import build_worker  # torch: settings are checked before it
+    # Numba and torch come now, after settings were checked.
+    from expertmesh_kernels.compile_elsewhere import compile_elsewhere, log_kernels
+
+    if settings.device == "cpu":
+        arguments = ["--settings", settings.to_json()]
+        compile_elsewhere("attention_worker.compile", arguments, lambda: stopping.made)
+    from attention_worker.worker import build_worker
 
     worker = build_worker(settings)
+    log_kernels()
     stopping.orderly()
     worker.server.start()
     description = worker.description

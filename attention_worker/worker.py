@@ -19,6 +19,7 @@ from attention_worker.kv_cache import (
 )
 from attention_worker.loader import load_model
 from attention_worker.membership import MapUser, NoMapUser
+from attention_worker.model import Model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.model_states.paged_kv import PagedKvState
 from attention_worker.server import AttentionServer, AttentionServicer
@@ -67,9 +68,42 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
         StartupError: The settings cannot work, the checkpoint cannot be served, or the kernels do
             not compute what they must on this machine.
     """
+    checkpoint = Checkpoint.open(Path(settings.model))
+    config = checkpoint.config
+    loaded = load_and_warm_up(settings, checkpoint)
+    model, kv, pool = loaded.model, loaded.kv, loaded.pool
+    grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
+    grammars.prepare()
+    state = PagedKvState(kv, pool.max_num_seqs, pool.max_model_len)
+    runner = ModelRunner(model, loaded.experts, state, _limits(settings), grammars)
+    description = _description(settings, checkpoint, runner, _dtype_name(settings, config))
+    description.numerics_fingerprint = loaded.fingerprint
+    servicer = AttentionServicer(description, runner, loaded.map_user)
+    server = AttentionServer(servicer, settings.socket_path)
+    return AttentionWorker(server, loaded.experts, grammars, description)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What computes, with all kernels compiled."""
+
+    model: Model
+    experts: LocalExperts | RemoteExperts
+    map_user: MapUser
+    kv: PagedKvCache
+    pool: KvPoolSettings
+    fingerprint: bytes
+    """Of the numerics of the device."""
+
+
+def load_and_warm_up(settings: AttentionWorkerSettings, checkpoint: Checkpoint) -> LoadedModel:
+    """Loads weights and runs every kernel once.
+
+    Raises:
+        StartupError: See `build_worker`.
+    """
     torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
     start_team(threads_of_environment() or 1)
-    checkpoint = Checkpoint.open(Path(settings.model))
     config = checkpoint.config
     dtype_name = _dtype_name(settings, config)
     dtype, device = TORCH_DTYPES[dtype_name], find_device(settings.device)
@@ -83,15 +117,7 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     experts, map_user, stand_in = _experts(settings, checkpoint, dtype_name)
     kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
     warm_up(model, kv, stand_in)
-    grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
-    grammars.prepare()
-    state = PagedKvState(kv, pool.max_num_seqs, pool.max_model_len)
-    runner = ModelRunner(model, experts, state, _limits(settings), grammars)
-    description = _description(settings, checkpoint, runner, dtype_name)
-    description.numerics_fingerprint = fingerprint
-    servicer = AttentionServicer(description, runner, map_user)
-    server = AttentionServer(servicer, settings.socket_path)
-    return AttentionWorker(server, experts, grammars, description)
+    return LoadedModel(model, experts, map_user, kv, pool, fingerprint)
 
 
 def _self_test(dtype: DtypeName, device: torch.device) -> bytes:

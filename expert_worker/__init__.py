@@ -2,6 +2,7 @@
 
 __main__.py           flags, signals, end of the process
 worker.py             from settings to a healthy server
+compile.py            compiles its kernels, in a process that ends
 selection.py          the words of the setting `experts`
 server.py             gRPC server, health, drain
 servicer.py           ExpertService: calls, state, orders

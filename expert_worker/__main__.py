@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     try:
         settings, metrics_port = parse_settings(argv)
         configure_logging(settings.log, settings.worker_id or "expert worker")
-        _serve(settings, metrics_port, stopping)
+        _serve(settings, metrics_port, argv, stopping)
     except StartupError as error:
         announce_failure(error)
         return error.exit_code
@@ -69,17 +69,28 @@ def _reader(kind: type, name: str) -> typing.Callable[[str], object]:
     return str
 
 
-def _serve(settings: ExpertWorkerSettings, metrics_port: int | None, stopping: StopRequest) -> None:
+def _serve(
+    settings: ExpertWorkerSettings,
+    metrics_port: int | None,
+    argv: list[str],
+    stopping: StopRequest,
+) -> None:
     share = settle(settings.threads, settings.cores)
     checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
     parse_experts(settings.experts, checkpoint.config.num_experts)  # refused at once if wrong
-    from expert_worker.worker import ExpertWorker  # torch: settings are checked before it
+    # Numba and torch come now, after settings were checked.
+    from expertmesh_kernels.compile_elsewhere import compile_elsewhere, log_kernels
 
-    worker = ExpertWorker(settings, metrics_port)
+    if settings.device == "cpu":
+        compile_elsewhere("expert_worker.compile", argv, lambda: stopping.made)
+    from expert_worker.worker import ExpertWorker
+
+    worker = ExpertWorker(settings, checkpoint, metrics_port)
     logger.info("kernels use %s", share)  # after what can be refused: an error is all that is said
     stopping.orderly()
     try:
         if worker.load(stopping):
+            log_kernels()
             announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})
             with QuietGc(lambda: worker.server.state.load().calls):
                 stopping.wait(exit_guard_s=settings.drain_grace_s + _ENDING_S)

@@ -19,9 +19,7 @@ from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import threads_of_environment
 from expertmesh.model_config import DtypeName
-from expertmesh.model_tools.progress import NoProgress
-from expertmesh.model_tools.resolve import resolve_model
-from expertmesh.settings import ExpertWorkerSettings, data_home
+from expertmesh.settings import ExpertWorkerSettings
 from expertmesh.stop_request import StopRequest
 from expertmesh.wire import incarnation
 from expertmesh_kernels.cpu.team import start_team
@@ -36,7 +34,8 @@ class ExpertWorker:
     """A server that answers health checks and Watch at once, and calls as experts arrive.
 
     Args:
-        settings: What to serve and where.
+        settings: Where to serve and how.
+        checkpoint: What to serve.
         metrics_port: Port of /metrics; None for no metrics.
 
     Raises:
@@ -44,11 +43,15 @@ class ExpertWorker:
         RuntimeError: The kernels do not compute what they must on this machine.
     """
 
-    def __init__(self, settings: ExpertWorkerSettings, metrics_port: int | None = None) -> None:
+    def __init__(
+        self,
+        settings: ExpertWorkerSettings,
+        checkpoint: Checkpoint,
+        metrics_port: int | None = None,
+    ) -> None:
         torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
         start_team(threads_of_environment() or 1)
         self._settings = settings
-        checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
         config = checkpoint.config
         self._experts = parse_experts(settings.experts, config.num_experts)
         dtype: DtypeName = config.dtype if settings.dtype == "auto" else settings.dtype

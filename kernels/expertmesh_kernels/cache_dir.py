@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from expertmesh.settings import data_home
@@ -21,6 +22,7 @@ from expertmesh.settings import data_home
 logger = logging.getLogger(__name__)
 
 _PREFIX = "kernels-"
+_PRIVATE_PREFIX = "expertmesh-kernels-"
 
 
 def set_numba_cache_dir() -> None:
@@ -29,6 +31,8 @@ def set_numba_cache_dir() -> None:
     Before Numba is imported, which reads it once.
     """
     wanted = Path(os.environ.get("NUMBA_CACHE_DIR") or data_home() / "numba")
+    if wanted.name.startswith(f"{_PRIVATE_PREFIX}{_source_digest()}-"):
+        return  # the parent's, for want of a folder that can be written
     base = wanted.parent if wanted.name.startswith(_PREFIX) else wanted
     folder = _writable(base / (_PREFIX + _source_digest()))
     os.environ["NUMBA_CACHE_DIR"] = str(folder)
@@ -49,7 +53,7 @@ def _writable(folder: Path) -> Path:
     if not problem:
         return folder
     try:
-        private = Path(tempfile.mkdtemp(prefix="expertmesh-kernels-"))
+        private = Path(tempfile.mkdtemp(prefix=f"{_PRIVATE_PREFIX}{_source_digest()}-"))
     except OSError:
         logger.warning("compiled kernels cannot be kept in %s: %s", folder, problem)
         return folder
@@ -65,6 +69,7 @@ def _writable(folder: Path) -> Path:
     return private
 
 
+@cache
 def _source_digest() -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.rglob("*.py")):

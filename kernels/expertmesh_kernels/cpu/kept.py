@@ -1,0 +1,67 @@
+"""Compiled kernels on disk, as this process uses them: found there, or compiled and put there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+Fetch = Callable[[], bool]
+"""Gets kernels from elsewhere onto the disk; True if it is worth looking there again."""
+
+
+class NumbaCache(Protocol):
+    """What is used of a kernel's cache, which has no public name."""
+
+    load_overload: Callable[[object, object], object]
+    save_overload: Callable[[object, object], None]
+
+
+class KeptKernels:
+    """What this process finds and compiles.
+
+    Attributes:
+        num_loaded: Kernels that were found on disk.
+        num_compiled: Kernels that were compiled here, those that others contain included.
+        fetch: Asked for a kernel that is not on disk, before it is compiled here. By default
+            nothing else can have it.
+    """
+
+    def __init__(self) -> None:
+        self.num_loaded = 0
+        self.num_compiled = 0
+        self.fetch: Fetch = _from_nowhere
+
+    def watch(self, cache: NumbaCache) -> None:
+        """Counts what a kernel's cache does, and fetches what it misses.
+
+        A full disk costs the next start its kernels, and nothing now: Numba would not compile.
+        """
+        load, save = cache.load_overload, cache.save_overload
+
+        def load_or_fetch(signature: object, target: object) -> object:
+            found = load(signature, target)
+            while found is None and self.fetch():
+                found = load(signature, target)
+            self.num_loaded += found is not None
+            return found
+
+        def save_if_possible(signature: object, compiled: object) -> None:
+            self.num_compiled += 1
+            try:
+                save(signature, compiled)
+            except OSError as error:
+                logger.warning("a compiled kernel cannot be kept for the next start: %s", error)
+
+        cache.load_overload = load_or_fetch
+        cache.save_overload = save_if_possible
+
+
+def _from_nowhere() -> bool:
+    return False
+
+
+KEPT = KeptKernels()
+"""Of this process; loading and compiling is done by one thread at a time."""
