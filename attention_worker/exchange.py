@@ -209,7 +209,7 @@ class Exchange:
         """
         other = Exchange(self._hidden_size, self._dtype, 0, _refuse)
         hidden_TH = torch.zeros(1, self._hidden_size, dtype=TORCH_DTYPES[self._dtype])
-        routing = Routing(np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
+        routing = Routing.of(np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32), 1)
         with loopback() as stream:
             other.begin_step(CallId(0, 0, 0, 0, 0), LoopbackRoutes(stream, num_experts=1))
             # Without a deadline, since compiling takes as long as it takes.

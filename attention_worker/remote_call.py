@@ -130,7 +130,7 @@ class RemoteCall:
         """
         table_E = self._routes.table(self._layer)
         if table_E is None:
-            experts = np.unique(self._batch.routing.topk_ids_TK).tolist()
+            experts = np.flatnonzero(self._batch.routing.counts_E).tolist()
             table_E = self._routes.choose(self._layer, experts, self._tried)
         self._send(table_E)
 

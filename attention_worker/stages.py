@@ -138,8 +138,8 @@ class ExchangingLayers:
     def _finish(self, layer: int, rows: Rows, through: RemotePass, calls: ExpertCalls) -> Rows:
         """The rows after a layer whose experts were not reached as usual."""
         x_TH, h_TH = rows
-        routing = Routing(through.ids_LTK[layer], through.weights_LTK[layer])
-        number = self.first + layer
+        number, num_experts = self.first + layer, self.layers.moes[layer].gate.config.num_experts
+        routing = Routing.of(through.ids_LTK[layer], through.weights_LTK[layer], num_experts)
         pending: Pending
         if through.is_sent:
             deadline_s = min(through.begun_s + calls.timeout_s, calls.step_deadline_s)

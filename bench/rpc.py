@@ -170,7 +170,8 @@ class Mesh:
         h_TH = h_TH.to(TORCH_DTYPES[self._config.dtype])
         scores = rng.random((num_rows, self._config.num_experts))
         ids_TK = np.ascontiguousarray(np.argsort(scores, axis=1)[:, :2].astype(np.int32))
-        routing = Routing(ids_TK, np.full((num_rows, 2), 0.5, np.float32))
+        weights_TK = np.full((num_rows, 2), 0.5, np.float32)
+        routing = Routing.of(ids_TK, weights_TK, self._config.num_experts)
 
         def dispatch_and_combine() -> None:
             self._step += 1

@@ -247,9 +247,9 @@ def combined_mlp(
     h_TH = h_TH.contiguous()
     out_TH = torch.empty_like(h_TH)
     wrong_pair = cpu_combined_mlp(
-        h_TH.data_ptr(), (num_rows, h_TH.shape[1]), LIKE[h_TH.dtype], routing.topk_ids_TK,
-        routing.topk_weights_TK, experts.addresses_EA, experts.like, weights.down.in_features,
-        *cpu_arguments(activation), out_TH.data_ptr(),
+        h_TH.data_ptr(), (num_rows, h_TH.shape[1]), LIKE[h_TH.dtype], routing.topk_weights_TK,
+        routing.counts_E, routing.order_N, experts.addresses_EA, experts.like,
+        weights.down.in_features, *cpu_arguments(activation), out_TH.data_ptr(),
     )  # fmt: skip
     if wrong_pair >= 0:
         raise KeyError(f"expert {routing.topk_ids_TK.flat[wrong_pair]} is not in the table")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh.model_config import GateConfig
+from expertmesh_kernels.cpu.by_expert import order_by_expert as cpu_order_by_expert
 from expertmesh_kernels.cpu.router import Rules
 from expertmesh_kernels.cpu.router import gate_and_route as cpu_gate_and_route
 from expertmesh_kernels.cpu.router import route as cpu_route
@@ -26,6 +27,34 @@ class Routing:
 
     topk_ids_TK: NDArray[np.int32]
     topk_weights_TK: NDArray[np.float32]
+    counts_E: NDArray[np.int64]
+    """Slots of each expert."""
+    order_N: NDArray[np.int64]
+    """Slots, t * K + j, in the order of their experts, ascending within each."""
+
+    @classmethod
+    def empty(cls, num_rows: int, top_k: int, num_experts: int) -> Routing:
+        """To be filled."""
+        shape = (num_rows, top_k)
+        return cls(
+            np.empty(shape, np.int32),
+            np.empty(shape, np.float32),
+            np.empty(num_experts, np.int64),
+            np.empty(num_rows * top_k, np.int64),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        topk_ids_TK: NDArray[np.int32],
+        topk_weights_TK: NDArray[np.float32],
+        num_experts: int,
+    ) -> Routing:
+        """A choice that was made already, counted and ordered."""
+        counts_E = np.empty(num_experts, np.int64)
+        order_N = np.empty(topk_ids_TK.size, np.int64)
+        cpu_order_by_expert(topk_ids_TK.reshape(-1), counts_E, order_N)
+        return cls(topk_ids_TK, topk_weights_TK, counts_E, order_N)
 
 
 @dataclass(frozen=True)
@@ -73,18 +102,18 @@ def choose_experts(h_TH: Tensor, gate: Gate) -> Routing:
     if h_TH.device.type == "cuda":
         from expertmesh_kernels.triton import ops
 
-        return Routing(*ops.run_choose_experts(h_TH, gate))
+        return Routing.of(*ops.run_choose_experts(h_TH, gate), gate.config.num_experts)
     if h_TH.device.type != "cpu":
         logits_TE = linear(h_TH, gate.linear, out_dtype=torch.float32)
         return route(logits_TE, gate.config, gate.selection_bias_E)
     if h_TH.shape[1] != gate.linear.in_features:
         raise ValueError(f"x has {h_TH.shape[1]} features, expected {gate.linear.in_features}")
     h_TH = h_TH.contiguous()
-    shape = (len(h_TH), gate.config.top_k)
-    routing = Routing(np.empty(shape, np.int32), np.empty(shape, np.float32))
+    routing = Routing.empty(len(h_TH), gate.config.top_k, gate.config.num_experts)
     cpu_gate_and_route(
         h_TH.data_ptr(), LIKE[h_TH.dtype], gate.linear.panels, gate.linear.bias, gate.rules,
         gate.bias, gate.config.num_experts, routing.topk_ids_TK, routing.topk_weights_TK,
+        routing.counts_E, routing.order_N,
     )  # fmt: skip
     return routing
 
@@ -122,14 +151,13 @@ def route(
     if logits_TE.device.type == "cuda":
         from expertmesh_kernels.triton import ops
 
-        return Routing(*ops.run_route(logits_TE, gate, selection_bias_E))
+        return Routing.of(*ops.run_route(logits_TE, gate, selection_bias_E), gate.num_experts)
     if logits_TE.device.type != "cpu":
         return route_reference(logits_TE, gate, selection_bias_E)
-    shape = (logits_TE.shape[0], gate.top_k)
-    routing = Routing(np.empty(shape, np.int32), np.empty(shape, np.float32))
+    routing = Routing.empty(len(logits_TE), gate.top_k, gate.num_experts)
     cpu_route(
         as_array(logits_TE), _rules(gate), _as_bias(selection_bias_E),
-        routing.topk_ids_TK, routing.topk_weights_TK,
+        routing.topk_ids_TK, routing.topk_weights_TK, routing.counts_E, routing.order_N,
     )  # fmt: skip
     return routing
 
@@ -148,7 +176,15 @@ def route_reference(
         choice_TE = choice_TE + torch.from_numpy(selection_bias_E).to(logits_TE.device)
     ids_TK = _best(choice_TE, _open_experts(choice_TE, gate))[:, : gate.top_k]
     weights_TK = _weights(scores_TE.gather(1, ids_TK), gate)
-    return Routing(ids_TK.int().cpu().numpy(), weights_TK.cpu().numpy())
+    experts_N = ids_TK.flatten()
+    counts_E = experts_N.bincount(minlength=gate.num_experts)
+    order_N = experts_N.argsort(stable=True)
+    return Routing(
+        ids_TK.int().cpu().numpy(),
+        weights_TK.cpu().numpy(),
+        counts_E.cpu().numpy(),
+        order_N.cpu().numpy(),
+    )
 
 
 def _scores(safe_TE: Tensor, gate: GateConfig) -> Tensor:
@@ -160,7 +196,8 @@ def _scores(safe_TE: Tensor, gate: GateConfig) -> Tensor:
 
 def _open_experts(choice_TE: Tensor, gate: GateConfig) -> Tensor:
     """Which experts are in the best groups, bool [T, E]."""
-    groups_TGE = choice_TE.view(len(choice_TE), gate.num_groups, -1)
+    size = gate.num_experts // gate.num_groups
+    groups_TGE = choice_TE.view(len(choice_TE), gate.num_groups, size)
     num_summed = 2 if gate.num_groups > 1 and gate.group_score == "top2_sum" else 1
     scores_TG = groups_TGE.topk(num_summed, dim=-1).values.sum(-1)
     best_TG = torch.sort(scores_TG, dim=-1, descending=True, stable=True).indices

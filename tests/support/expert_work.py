@@ -54,7 +54,7 @@ def work(num_rows: int, dtype: DtypeName = "float32", *, seed: int = 0, layer: i
     h_TH = torch.from_numpy(rng.standard_normal((num_rows, HIDDEN), dtype=np.float32))
     ids_TK = np.argsort(rng.random((num_rows, NUM_EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
     weights_TK = rng.random((num_rows, TOP_K), dtype=np.float32)
-    routing = Routing(np.ascontiguousarray(ids_TK), weights_TK)
+    routing = Routing.of(np.ascontiguousarray(ids_TK), weights_TK, NUM_EXPERTS)
     return Work(h_TH.to(TORCH_DTYPES[dtype]), routing, layer, num_rows // 2)
 
 
@@ -62,7 +62,7 @@ def to_expert(expert: int, num_rows: int = 1) -> Work:
     """Rows for one expert and its neighbour."""
     base = work(num_rows)
     ids = np.array([[expert, (expert + 1) % NUM_EXPERTS]] * num_rows, np.int32)
-    return replace(base, routing=Routing(ids, base.routing.topk_weights_TK))
+    return replace(base, routing=Routing.of(ids, base.routing.topk_weights_TK, NUM_EXPERTS))
 
 
 def local(checkpoint: Checkpoint, dtype: DtypeName = "float32") -> LocalExperts:

@@ -131,11 +131,13 @@ def _moe_half(
     moe, options = moe_of(fields), moe_numbers_of(numbers)
     num_rows = ids_TK.shape[0]
     weights_TK = np.empty(ids_TK.shape, np.float32)
-    choose(h_address, like, moe, options, ids_TK, weights_TK)
+    counts_E = np.empty(moe.num_experts, np.int64)
+    order_N = np.empty(ids_TK.size, np.int64)
+    choose(h_address, like, moe, options, ids_TK, weights_TK, counts_E, order_N)
     table = array_at(moe.table_at, moe.table_rows * NUM_PARTS, fields)
     out = np.empty(num_rows * hidden, like.dtype)
     combined_mlp(
-        h_address, (num_rows, hidden), like, ids_TK, weights_TK,
+        h_address, (num_rows, hidden), like, weights_TK, counts_E, order_N,
         table.reshape((moe.table_rows, NUM_PARTS)),
         array_at(moe.like_at, moe.like_size, like_experts), moe.width, moe.kind, options.alpha,
         options.limit, address_of(out),
@@ -151,8 +153,10 @@ def choose(
     options: MoeNumbers,
     ids_TK: NDArray[np.int32],
     weights_TK: NDArray[np.float32],
+    counts_E: NDArray[np.int64],
+    order_N: NDArray[np.int64],
 ) -> None:
-    """Experts and weights of rows."""
+    """Experts and weights of rows; see `gate_and_route`."""
     rules = (
         moe.is_sigmoid != 0, moe.num_groups, moe.top_groups, moe.is_top2_sum != 0,
         moe.renormalize != 0, options.renormalize_eps, options.scale,
@@ -161,7 +165,7 @@ def choose(
         h_address, like, array_at(moe.gate_at, moe.gate_size, FLOATS),
         optional_floats(moe.gate_bias_at, moe.num_experts), rules,
         optional_floats(moe.selection_bias_at, moe.num_experts), moe.num_experts, ids_TK,
-        weights_TK,
+        weights_TK, counts_E, order_N,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from expertmesh_kernels.cpu.block import (
     panel_size,
     put_rounded,
 )
+from expertmesh_kernels.cpu.by_expert import order_by_expert, starts_of
 from expertmesh_kernels.cpu.combine import combine
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import add_bias, panels_per_chunk
@@ -72,14 +73,41 @@ def grouped_mlp(
         limit: Of the activation.
         out_address: Of contiguous outputs, one a pair.
     """
-    num_pairs, hidden = rows_N.size, shape[1]
-    for n in range(num_pairs):
+    for n in range(rows_N.size):
         if experts_N[n] >= table_EA.shape[0] or table_EA[experts_N[n], GATE_UP] == 0:
             return n
+    counts_E = np.empty(table_EA.shape[0], np.int64)
+    order_N = np.empty(rows_N.size, np.int64)
+    order_by_expert(experts_N, counts_E, order_N)
+    _ordered_mlp(
+        x_address, shape, like_x, rows_N, counts_E, order_N, table_EA, like, width, kind, alpha,
+        limit, out_address,
+    )  # fmt: skip
+    return -1
+
+
+@njit
+def _ordered_mlp(
+    x_address: int,
+    shape: tuple[int, int],
+    like_x: NDArray[np.generic],
+    rows_N: NDArray[np.int64],
+    counts_E: NDArray[np.int64],
+    order_N: NDArray[np.int64],
+    table_EA: NDArray[np.int64],
+    like: NDArray[np.generic],
+    width: int,
+    kind: int,
+    alpha: np.float32,
+    limit: np.float32,
+    out_address: int,
+) -> None:
+    """`grouped_mlp` of pairs that were counted and ordered by expert; none is missing."""
+    num_pairs, hidden = rows_N.size, shape[1]
     x_RH = array_at(x_address, shape[0] * hidden, like_x).reshape(shape)
     out_NH = array_at(out_address, num_pairs * hidden, like_x).reshape((num_pairs, hidden))
     depth, act_depth = packed_depth(like, hidden), packed_depth(like, width)
-    order_N, starts_E = _by_expert(experts_N, table_EA.shape[0])
+    starts_E = starts_of(counts_E)
     groups = (starts_E, _used(starts_E), table_EA)
     num_used = groups[1].size
     x = new_rows(like, num_pairs * depth)
@@ -104,7 +132,6 @@ def grouped_mlp(
         (act, act_depth, groups, like, order_N, out_NH, per_chunk, chunks),
         num_used * chunks,
     )
-    return -1
 
 
 @njit
@@ -112,8 +139,9 @@ def combined_mlp(
     h_address: int,
     shape: tuple[int, int],
     like_h: NDArray[np.generic],
-    ids_TK: NDArray[np.int32],
     weights_TK: NDArray[np.float32],
+    counts_E: NDArray[np.int64],
+    order_N: NDArray[np.int64],
     table_EA: NDArray[np.int64],
     like: NDArray[np.generic],
     width: int,
@@ -122,26 +150,35 @@ def combined_mlp(
     limit: np.float32,
     out_address: int,
 ) -> int:
-    """`grouped_mlp` of all top-k slots of all rows, and their weighted sums; see `combine`."""
-    num_rows, top_k = ids_TK.shape
+    """`grouped_mlp` of all top-k slots of all rows, and their weighted sums; see `combine`.
+
+    Args:
+        h_address: Of contiguous rows.
+        shape: Of the rows.
+        like_h: An empty array of the type of rows and outputs.
+        weights_TK: Of the router, as the next two.
+        counts_E: Slots of each expert.
+        order_N: Slots in the order of experts.
+        table_EA: See `grouped_mlp`, as for the rest.
+    """
+    num_rows, top_k = weights_TK.shape
+    wrong_pair = _first_missing(counts_E, order_N, table_EA)
+    if wrong_pair >= 0:
+        return wrong_pair
     rows_N = np.empty(num_rows * top_k, np.int64)
-    experts_N = np.empty(num_rows * top_k, np.int64)
-    for t in range(num_rows):
-        for j in range(top_k):
-            rows_N[t * top_k + j] = t
-            experts_N[t * top_k + j] = ids_TK[t, j]
+    for n in range(rows_N.size):
+        rows_N[n] = n // top_k
     outputs = np.empty(rows_N.size * shape[1], like_h.dtype)
-    wrong_pair = grouped_mlp(
-        h_address, shape, like_h, rows_N, experts_N, table_EA, like, width, kind, alpha, limit,
-        address_of(outputs),
+    _ordered_mlp(
+        h_address, shape, like_h, rows_N, counts_E, order_N, table_EA, like, width, kind, alpha,
+        limit, address_of(outputs),
     )  # fmt: skip
-    if wrong_pair < 0:
-        out_TH = array_at(out_address, num_rows * shape[1], like_h).reshape(shape)
-        outputs_SH = outputs.reshape((rows_N.size, shape[1]))
-        parallel_for(
-            _combine_chunk, (outputs_SH, weights_TK, out_TH), _ceil_div(num_rows, _GATHERED_ROWS)
-        )
-    return wrong_pair
+    out_TH = array_at(out_address, num_rows * shape[1], like_h).reshape(shape)
+    outputs_SH = outputs.reshape((rows_N.size, shape[1]))
+    parallel_for(
+        _combine_chunk, (outputs_SH, weights_TK, out_TH), _ceil_div(num_rows, _GATHERED_ROWS)
+    )
+    return -1
 
 
 @njit
@@ -163,21 +200,17 @@ def _ceil_div(count: int, size: int) -> int:
 
 
 @njit
-def _by_expert(
-    experts_N: NDArray[np.int64], num_experts: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs in the order of experts, and where each expert's begin, [E + 1]."""
-    starts_E = np.zeros(num_experts + 1, np.int64)
-    for n in range(experts_N.size):
-        starts_E[experts_N[n] + 1] += 1
-    for e in range(num_experts):
-        starts_E[e + 1] += starts_E[e]
-    next_E = starts_E.copy()
-    order_N = np.empty(experts_N.size, np.int64)
-    for n in range(experts_N.size):
-        order_N[next_E[experts_N[n]]] = n
-        next_E[experts_N[n]] += 1
-    return order_N, starts_E
+def _first_missing(
+    counts_E: NDArray[np.int64], order_N: NDArray[np.int64], table_EA: NDArray[np.int64]
+) -> int:
+    """The first pair whose expert is not in the table; -1 if none."""
+    first, start = -1, 0
+    for e in range(counts_E.size):
+        if counts_E[e] > 0 and (e >= table_EA.shape[0] or table_EA[e, GATE_UP] == 0):
+            pair = int(order_N[start])
+            first = pair if first < 0 else min(first, pair)
+        start += counts_E[e]
+    return first
 
 
 @njit

@@ -81,6 +81,7 @@ def remote_layers(
     is_usual_L, worker_of_expert_LE, has_copies_LE = routes
     num_layers = int(pages_LF.shape[0])
     out = np.empty(positions_T.size * halves_LF[0, 0], like.dtype)
+    no_counts = np.empty(0, np.int64)  # who gets rows is a matter of expert workers, not of experts
     for layer in range(begin, num_layers):
         group = group_of_layer_L[layer]
         attention_half(
@@ -90,7 +91,7 @@ def remote_layers(
         )  # fmt: skip
         moe, options = moe_of(moes_LF[layer]), moe_numbers_of(moe_numbers_LF[layer])
         ids_TK, weights_TK = ids_LTK[layer], weights_LTK[layer]
-        choose(h_address, like, moe, options, ids_TK, weights_TK)
+        choose(h_address, like, moe, options, ids_TK, weights_TK, no_counts, no_counts)
         begun_ns = monotonic_ns()
         state[STATE_LAYER], state[STATE_MICRO_BATCH] = first_layer + layer, 0
         deadline_s = min(begun_ns / _NS_PER_S + timeout_s, step_deadline_s)

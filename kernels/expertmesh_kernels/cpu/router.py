@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.block import multiply
+from expertmesh_kernels.cpu.by_expert import order_by_expert
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.primitives import exp
@@ -36,6 +37,8 @@ def gate_and_route(
     num_experts: int,
     ids_TK: NDArray[np.int32],
     weights_TK: NDArray[np.float32],
+    counts_E: NDArray[np.int64],
+    order_N: NDArray[np.int64],
 ) -> None:
     """Logits of rows by the gate, and `route` of them, in one pass over the rows.
 
@@ -45,10 +48,12 @@ def gate_and_route(
         panels: Flat weights of the gate, FP32.
         gate_bias_E: Added to the logits; or empty.
         rules: See `Rules`.
-        bias_E: See `route`.
+        bias_E: Added to the scores for the choice alone; empty for none.
         num_experts: E.
         ids_TK: Experts.
         weights_TK: Their weights.
+        counts_E: Takes the slots of each expert; empty for neither these nor their order.
+        order_N: Takes the slots, t * K + j, by expert; see `order_by_expert`.
     """
     num_rows = ids_TK.shape[0]
     depth = panels.size // (-(-num_experts // PANEL) * PANEL)
@@ -58,6 +63,8 @@ def gate_and_route(
         (h, depth, panels, gate_bias_E, rules, bias_E, num_experts, ids_TK, weights_TK),
         -(-num_rows // _ROWS),
     )
+    if counts_E.size > 0:
+        order_by_expert(ids_TK.reshape(ids_TK.size), counts_E, order_N)
 
 
 @njit
@@ -87,11 +94,26 @@ def _gate_chunk(
                 bias = gate_bias_E[column + c] if gate_bias_E.size > 0 else _ZERO
                 logits[r, column + c] = acc[r * PANEL + c] + bias
     last = first + rows
-    route(logits, rules, bias_E, ids_TK[first:last], weights_TK[first:last])
+    _route_rows(logits, rules, bias_E, ids_TK[first:last], weights_TK[first:last])
 
 
 @njit
 def route(
+    logits_TE: NDArray[np.float32],
+    rules: Rules,
+    bias_E: NDArray[np.float32],
+    ids_TK: NDArray[np.int32],
+    weights_TK: NDArray[np.float32],
+    counts_E: NDArray[np.int64],
+    order_N: NDArray[np.int64],
+) -> None:
+    """Experts of each row and their weights, and slots by expert; see `gate_and_route`."""
+    _route_rows(logits_TE, rules, bias_E, ids_TK, weights_TK)
+    order_by_expert(ids_TK.reshape(ids_TK.size), counts_E, order_N)
+
+
+@njit
+def _route_rows(
     logits_TE: NDArray[np.float32],
     rules: Rules,
     bias_E: NDArray[np.float32],

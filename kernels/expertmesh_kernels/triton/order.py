@@ -84,7 +84,9 @@ def _place(
         tl.store(expert_of_block_ptr + first_block + at, own_ids, mask=at < own_blocks)
 
 
-def order_by_expert(expert_of_pair_N: Tensor, num_experts: int, block_m: int) -> Order:
+def order_by_expert(
+    expert_of_pair_N: Tensor, num_experts: int, block_m: int, counts_E: Tensor | None = None
+) -> Order:
     """Sort pairs by expert, in ascending order within each.
 
     Args:
@@ -92,15 +94,17 @@ def order_by_expert(expert_of_pair_N: Tensor, num_experts: int, block_m: int) ->
             belong to nobody and are left out.
         num_experts: E.
         block_m: Pairs of a block; 1 for no padding in between.
+        counts_E: int32: pairs of each expert, if the router counted them.
     """
     num_pairs = expert_of_pair_N.numel()
     num_blocks = max_blocks(num_pairs, num_experts, block_m)
     order = Order(
         expert_of_pair_N.new_empty(num_blocks * block_m),
         expert_of_pair_N.new_empty(num_blocks),
-        expert_of_pair_N.new_empty(num_experts),
+        expert_of_pair_N.new_empty(num_experts) if counts_E is None else counts_E,
     )
-    _count[(num_experts,)](expert_of_pair_N, order.counts_E, num_pairs, CHUNK=_CHUNK)
+    if counts_E is None:
+        _count[(num_experts,)](expert_of_pair_N, order.counts_E, num_pairs, CHUNK=_CHUNK)
     _place[(num_experts + 1,)](
         expert_of_pair_N, order.counts_E, order.pairs, order.expert_of_block, num_pairs,
         num_blocks, num_experts, EXPERTS=next_power(num_experts), BLOCK_M=block_m, CHUNK=_CHUNK,

@@ -4,7 +4,8 @@ Everything after the logits happens in registers. A tile has a column for each e
 experts are padded to a power of two, so that a group is an axis of the tile, and padding can never
 be chosen. Where the gate is small, one program computes its logits and goes on with them; a large
 one (DeepSeek-V3's has 7 MB) would keep a single multiprocessor busy with reading, so its logits are
-computed by `linear` first. Which of the two is a matter of the gate's size alone.
+computed by `linear` first. Which of the two is a matter of the gate's size alone. Each program
+counts what it chose, and the sum of these is what `order_by_expert` begins with.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class DeviceRouting:
     """int32."""
     topk_weights_TK: Tensor
     """float32."""
+    counts_E: Tensor
+    """int32: slots of each expert; `order_by_expert` takes them."""
 
 
 @device
@@ -93,6 +96,7 @@ def _route(
     bias_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     num_tokens: tl.tensor,
     x_row: tl.tensor,
     H: tl.tensor,
@@ -114,7 +118,7 @@ def _route(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
-    """Experts of some tokens. If HAS_LOGITS, x is the logits."""
+    """Experts of some tokens, and how often each was chosen. If HAS_LOGITS, x is the logits."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < num_tokens
     lanes = tl.arange(0, GROUPS * SIZE)
@@ -153,12 +157,14 @@ def _route(
     slots = tl.arange(0, K_POWER)[None, :]
     ids = tl.zeros([ROWS, K_POWER], tl.int32)
     weights = tl.zeros([ROWS, K_POWER], tl.float32)
+    is_chosen = tl.zeros([ROWS, GROUPS * SIZE], tl.int32)
     for slot in tl.static_range(K):
         chosen = lanes[None, :] == tl.argmax(keys, 1, tie_break_left=True)[:, None]
         expert = tl.sum(tl.where(chosen, experts[None, :], 0), 1)[:, None]
         weight = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None]
         ids = tl.where(slots == slot, expert, ids)
         weights = tl.where(slots == slot, weight, weights)
+        is_chosen += chosen.to(tl.int32)
         keys = tl.where(chosen, _LOWEST, keys)
     if RENORMALIZE:
         total = tl.sum(weights, 1)[:, None] + eps
@@ -167,6 +173,8 @@ def _route(
     mask = is_token[:, None] & (slots < K)
     tl.store(ids_ptr + at, ids, mask=mask)
     tl.store(weights_ptr + at, weights * scale, mask=mask)
+    counts = tl.sum(tl.where(is_token[:, None], is_chosen, 0), 0)
+    tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * num_experts + experts, counts, is_expert)
 
 
 def route(
@@ -208,15 +216,17 @@ def _run(
     num_tokens = x.shape[0]
     ids_TK = x.new_empty(num_tokens, gate.top_k, dtype=torch.int32)
     weights_TK = x.new_empty(num_tokens, gate.top_k, dtype=torch.float32)
-    if not num_tokens:
-        return DeviceRouting(ids_TK, weights_TK)
     rows = 1 if weight_HE is None else _TOKENS
+    num_blocks = -(-num_tokens // rows)
+    counts_BE = x.new_empty(num_blocks, gate.num_experts, dtype=torch.int32)
+    if not num_tokens:
+        return DeviceRouting(ids_TK, weights_TK, counts_BE.sum(0, dtype=torch.int32))
     groups, size = next_power(gate.num_groups), next_power(gate.num_experts // gate.num_groups)
-    _route[(-(-num_tokens // rows),)](
+    _route[(num_blocks,)](
         x, x if weight_HE is None else weight_HE, x if gate_bias_E is None else gate_bias_E,
-        x if selection_bias_E is None else selection_bias_E, ids_TK, weights_TK, num_tokens,
-        x.stride(0), x.shape[1], gate.num_experts, gate.num_groups, float(gate.renormalize_eps),
-        float(gate.scale),
+        x if selection_bias_E is None else selection_bias_E, ids_TK, weights_TK,
+        counts_BE, num_tokens, x.stride(0), x.shape[1], gate.num_experts, gate.num_groups,
+        float(gate.renormalize_eps), float(gate.scale),
         HAS_LOGITS=weight_HE is None, HAS_GATE_BIAS=gate_bias_E is not None,
         HAS_BIAS=selection_bias_E is not None, SIGMOID=gate.scoring == "sigmoid",
         RENORMALIZE=gate.renormalize, GROUPS=groups, SIZE=max(size, 16 // groups),
@@ -224,4 +234,4 @@ def _run(
         K=gate.top_k, K_POWER=next_power(gate.top_k), ROWS=rows, DEPTH=_DEPTH,
         num_warps=1 if weight_HE is None else 4,
     )  # fmt: skip
-    return DeviceRouting(ids_TK, weights_TK)
+    return DeviceRouting(ids_TK, weights_TK, counts_BE.sum(0, dtype=torch.int32))

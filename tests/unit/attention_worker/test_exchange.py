@@ -110,7 +110,8 @@ def dispatch(num_rows: int, dtype: DtypeName, seed: int = 0, timeout_s: float = 
     rng = np.random.default_rng(seed)
     hidden_TH = torch.from_numpy(rng.standard_normal((num_rows, HIDDEN), np.float32))
     ids_TK = np.argsort(rng.random((num_rows, NUM_EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
-    routing = Routing(np.ascontiguousarray(ids_TK), rng.random((num_rows, TOP_K), np.float32))
+    weights_TK = rng.random((num_rows, TOP_K), np.float32)
+    routing = Routing.of(np.ascontiguousarray(ids_TK), weights_TK, NUM_EXPERTS)
     deadline_s = time.monotonic() + timeout_s
     return Dispatch(
         LAYER, 200, hidden_TH.to(TORCH_DTYPES[dtype]), routing, num_rows // 2, deadline_s

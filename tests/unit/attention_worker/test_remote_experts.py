@@ -24,6 +24,7 @@ from tests.support.expert_servers import (
 )
 from tests.support.expert_work import (
     HIDDEN,
+    NUM_EXPERTS,
     Work,
     local,
     remote,
@@ -79,7 +80,8 @@ def test_a_row_does_not_depend_on_its_batch(checkpoint: Checkpoint) -> None:
         ids, weights = todo.routing.topk_ids_TK, todo.routing.topk_weights_TK
         for row in (0, 17, 49):
             part = slice(row, row + 1)
-            alone = Work(todo.h_TH[part], Routing(ids[part], weights[part])).run(there)
+            routing = Routing.of(ids[part], weights[part], NUM_EXPERTS)
+            alone = Work(todo.h_TH[part], routing).run(there)
             assert torch.equal(together[part], alone)
 
 

@@ -224,7 +224,7 @@ def test_combined_experts_equal_their_two_steps_bit_by_bit(rows: int, dtype: tor
     ids_TK = np.array([rng.permutation(EXPERTS)[:3] for _ in range(rows)], np.int32).reshape(
         rows, 3
     )
-    routing = Routing(ids_TK, rng.random((rows, 3), np.float32))
+    routing = Routing.of(ids_TK, rng.random((rows, 3), np.float32), EXPERTS)
     x_RH, weights = make_rows(rows, dtype), make_experts(dtype)
     pairs = np.repeat(np.arange(rows), 3), ids_TK.reshape(-1).astype(np.int64)
     outputs_SH = grouped_mlp(x_RH, *pairs, weights, SILU)
@@ -235,7 +235,7 @@ def test_combined_experts_equal_their_two_steps_bit_by_bit(rows: int, dtype: tor
 def test_combined_experts_name_what_is_wrong() -> None:
     """An absent expert, rows of another width or dtype."""
     weights = make_experts(torch.float32)
-    routing = Routing(np.array([[0, 9]], np.int32), np.ones((1, 2), np.float32))
+    routing = Routing.of(np.array([[0, 9]], np.int32), np.ones((1, 2), np.float32), 10)
     with pytest.raises(KeyError, match="expert 9 is not in the table"):
         combined_mlp(make_rows(1, torch.float32), routing, weights, SILU)
     with pytest.raises(ValueError, match=f"x has 3 features, expected {HIDDEN}"):

@@ -249,8 +249,24 @@ def test_gate_and_route_in_one_pass_equal_the_two_steps(family: str, dtype: torc
     expected = route(linear(h_TH, gate.linear, out_dtype=torch.float32), config, bias_E)
     assert np.array_equal(together.topk_ids_TK, expected.topk_ids_TK)
     assert np.array_equal(together.topk_weights_TK, expected.topk_weights_TK)
+    assert np.array_equal(together.counts_E, expected.counts_E)
+    assert np.array_equal(together.order_N, expected.order_N)
     alone = choose_experts(h_TH[20:21], gate)
     assert np.array_equal(together.topk_weights_TK[20:21], alone.topk_weights_TK)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 60])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_slots_are_counted_and_ordered_by_expert(family: str, rows: int) -> None:
+    """As the reference does it, which is a stable sort; a choice made elsewhere likewise."""
+    gate, logits_TE = FAMILIES[family][1], make_logits(rows, 16)
+    bias_E = make_bias(gate)
+    actual, expected = route(logits_TE, gate, bias_E), route_reference(logits_TE, gate, bias_E)
+    made = Routing.of(actual.topk_ids_TK, actual.topk_weights_TK, 16)
+    flat_N = actual.topk_ids_TK.reshape(-1)
+    for routing in (actual, expected, made):
+        assert np.array_equal(routing.counts_E, np.bincount(flat_N, minlength=16))
+        assert np.array_equal(routing.order_N, np.argsort(flat_N, kind="stable"))
 
 
 def test_a_gate_of_parts_that_do_not_fit_is_refused() -> None:

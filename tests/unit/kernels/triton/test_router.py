@@ -50,6 +50,13 @@ def check(actual: DeviceRouting, expected: Routing) -> None:
     np.testing.assert_array_equal(actual.topk_ids_TK.cpu().numpy(), expected.topk_ids_TK)
     weights = actual.topk_weights_TK.cpu().numpy()
     np.testing.assert_allclose(weights, expected.topk_weights_TK, rtol=3e-5, atol=1e-6)
+    assert actual.counts_E.dtype == torch.int32
+    np.testing.assert_array_equal(actual.counts_E.cpu().numpy(), expected.counts_E)
+    num_experts = len(expected.counts_E)
+    order = order_by_expert(actual.topk_ids_TK.flatten(), num_experts, 1, actual.counts_E)
+    np.testing.assert_array_equal(
+        order.pairs.cpu().numpy()[: expected.order_N.size], expected.order_N
+    )
 
 
 @pytest.mark.parametrize("name", GATES)
