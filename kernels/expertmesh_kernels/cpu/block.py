@@ -20,6 +20,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu import amx, coded
+from expertmesh_kernels.cpu.gating import silu_rows
 from expertmesh_kernels.cpu.jit import chosen_by_types
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
 from expertmesh_kernels.cpu.storage import widen_into
@@ -77,6 +78,21 @@ def put_rounded(
     value: np.float32, like: NDArray[np.generic], target: NDArray[Any], at: int
 ) -> None:
     """target[at] = value rounded to the type of `like`, as `multiply` reads it."""
+    raise NotImplementedError
+
+
+def put_silu(
+    acc: NDArray[np.float32],
+    rows: int,
+    like: NDArray[np.generic],
+    target: NDArray[Any],
+    at: int,
+    stride: int,
+) -> bool:
+    """target[at + stride r + c] = silu(gate) * up of a panel's sums, as `put_rounded` does it.
+
+    False if there is no quick way for these types, and nothing was done.
+    """
     raise NotImplementedError
 
 
@@ -190,6 +206,25 @@ def _put_narrow(
     value: np.float32, like: NDArray[np.generic], target: NDArray[np.generic], at: int
 ) -> None:
     target[at] = narrow_like(value, target)
+
+
+@chosen_by_types(put_silu)
+def _put_silu(acc: Any, rows: Any, like: Any, target: Any, at: Any, stride: Any) -> Any:
+    if target.dtype == types.float32:
+        return lambda acc, rows, like, target, at, stride: False
+    return _put_silu_rows
+
+
+def _put_silu_rows(
+    acc: NDArray[np.float32],
+    rows: int,
+    like: NDArray[np.generic],
+    target: NDArray[np.uint16],
+    at: int,
+    stride: int,
+) -> bool:
+    silu_rows(acc, rows, target, at, stride)
+    return True
 
 
 @chosen_by_types(begin_rows)

@@ -106,19 +106,19 @@ def _linear_chunk(
             multiply(x, row * x_stride, x_stride, rows, panels, panel, depth, scratch, acc)
             column = panel * PANEL
             count = min(PANEL, num_columns - column)
+            add_bias(acc, rows, count, bias_N, column)
             for r in range(rows):
-                add_bias(acc, r * PANEL, count, bias_N, column)
                 narrow_into(acc, r * PANEL, count, out, (row + r) * num_columns + column)
     end_rows(panels)
 
 
 @njit
 def add_bias(
-    acc: NDArray[np.float32], at: int, count: int, bias_N: NDArray[np.float32], column: int
+    acc: NDArray[np.float32], rows: int, count: int, bias_N: NDArray[np.float32], column: int
 ) -> None:
-    """acc[at + c] += bias[column + c] for c < count, if there is a bias."""
-    if bias_N.size > 0:
-        target = acc[at : at + count]
+    """acc[64 r + c] += bias[column + c] for c < count and all rows, if there is a bias."""
+    for r in range(rows if bias_N.size > 0 else 0):
+        target = acc[r * PANEL : r * PANEL + count]
         bias = bias_N[column : column + count]
         for c in range(count):
             target[c] += bias[c]

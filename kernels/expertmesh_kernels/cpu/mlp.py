@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from expertmesh_kernels.cpu.activation import gated_activation
+from expertmesh_kernels.cpu.activation import SILU, gated_activation
 from expertmesh_kernels.cpu.block import (
     begin_rows,
     block_rows,
@@ -22,6 +22,7 @@ from expertmesh_kernels.cpu.block import (
     packed_depth,
     panel_size,
     put_rounded,
+    put_silu,
 )
 from expertmesh_kernels.cpu.by_expert import order_by_expert, starts_of
 from expertmesh_kernels.cpu.combine import combine
@@ -105,7 +106,7 @@ def _ordered_mlp(
     """`grouped_mlp` of pairs that were counted and ordered by expert; none is missing."""
     num_pairs, hidden = rows_N.size, shape[1]
     x_RH = array_at(x_address, shape[0] * hidden, like_x).reshape(shape)
-    out_NH = array_at(out_address, num_pairs * hidden, like_x).reshape((num_pairs, hidden))
+    out = array_at(out_address, num_pairs * hidden, like_x)
     depth, act_depth = packed_depth(like, hidden), packed_depth(like, width)
     starts_E = starts_of(counts_E)
     groups = (starts_E, _used(starts_E), table_EA)
@@ -129,7 +130,7 @@ def _ordered_mlp(
     chunks = _ceil_div(_ceil_div(hidden, PANEL), per_chunk)
     parallel_for(
         _down_chunk,
-        (act, act_depth, groups, like, order_N, out_NH, per_chunk, chunks),
+        (act, act_depth, groups, like, order_N, out, hidden, per_chunk, chunks),
         num_used * chunks,
     )
 
@@ -275,16 +276,18 @@ def _gate_up_chunk(
             multiply(x, row * depth, depth, rows, panels, panel, depth, scratch, acc)
             column = panel * HALF_PANEL
             biased = min(HALF_PANEL, width - column)
-            for r in range(rows if bias.size > 0 else 0):
-                add_bias(acc, r * PANEL, biased, bias, column)
-                add_bias(acc, r * PANEL + HALF_PANEL, biased, bias, width + column)
+            add_bias(acc, rows, biased, bias, column)
+            add_bias(acc[HALF_PANEL:], rows, biased, bias, width + column)
+            count = min(HALF_PANEL, act_depth - column)
+            at = row * act_depth + column
+            is_whole = kind == SILU and count == HALF_PANEL
+            if is_whole and put_silu(acc, rows, rounded, act, at, act_depth):
+                continue
             gate_up = acc.reshape((most, PANEL))[:rows]
             gated_activation(gate_up, kind, alpha, limit, gated[:rows])
-            count = min(HALF_PANEL, act_depth - column)
             for r in range(rows):
-                at = (row + r) * act_depth + column
                 for c in range(count):
-                    put_rounded(gated[r, c], rounded, act, at + c)
+                    put_rounded(gated[r, c], rounded, act, at + r * act_depth + c)
     end_rows(like)
 
 
@@ -295,7 +298,8 @@ def _down_chunk(
     groups: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
     like: NDArray[np.generic],
     order_N: NDArray[np.int64],
-    out_NH: NDArray[np.generic],
+    out: NDArray[np.generic],
+    hidden: int,
     per_chunk: int,
     chunks: int,
     chunk: int,
@@ -303,7 +307,6 @@ def _down_chunk(
     """Outputs of one expert's rows, for some panels, at the places of their pairs."""
     starts_E, used_U, table_EA = groups
     expert = used_U[chunk // chunks]
-    hidden = out_NH.shape[1]
     num_panels = _ceil_div(hidden, PANEL)
     panels = array_at(table_EA[expert, DOWN], num_panels * panel_size(like, depth), like)
     bias = optional_floats(table_EA[expert, DOWN_BIAS], hidden)
@@ -319,7 +322,7 @@ def _down_chunk(
             multiply(act, row * depth, depth, rows, panels, panel, depth, scratch, acc)
             column = panel * PANEL
             count = min(PANEL, hidden - column)
+            add_bias(acc, rows, count, bias, column)
             for r in range(rows):
-                add_bias(acc, r * PANEL, count, bias, column)
-                narrow_into(acc, r * PANEL, count, out_NH[order_N[row + r]], column)
+                narrow_into(acc, r * PANEL, count, out, order_N[row + r] * hidden + column)
     end_rows(like)

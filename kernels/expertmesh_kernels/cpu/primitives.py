@@ -65,22 +65,37 @@ def _widen_typing(_context: Any, stored: Any) -> Any:
 
 def _narrow_typing(_context: Any, value: Any, like: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        if like.dtype == types.uint16:
-            return _narrow_bfloat16_ir(builder, args[0])
-        if like.dtype == types.int16:
-            return builder.bitcast(builder.fptrunc(args[0], _HALF), _INT16)
-        return args[0]
+        return narrow_ir(builder, args[0], like.dtype)
 
     return like.dtype(types.float32, like), codegen
 
 
-def _narrow_bfloat16_ir(builder: Any, value: Any) -> Any:
-    """Emit rounding to nearest, ties to even; NaN becomes 0x7fc0, as in PyTorch."""
-    bits = builder.bitcast(value, _INT32)
-    is_odd = builder.and_(builder.lshr(bits, _INT32(16)), _INT32(1))
-    rounded = builder.add(bits, builder.add(is_odd, _INT32(0x7FFF)))
-    high = builder.trunc(builder.lshr(rounded, _INT32(16)), _INT16)
-    return builder.select(builder.fcmp_unordered("uno", value, value), _INT16(0x7FC0), high)
+def narrow_ir(builder: Any, value: Any, stored: Any) -> Any:
+    """Emit rounding of FP32 to nearest, ties to even; NaN as bfloat16 is 0x7fc0, as in PyTorch.
+
+    Args:
+        builder: LLVM instruction builder.
+        value: Scalar or vector of float32.
+        stored: Numba type of one element of the result, as in `widen_ir`.
+    """
+    if stored == types.float32:
+        return value
+    lanes = value.type.count if isinstance(value.type, ir.VectorType) else 0
+
+    def kind(element: Any) -> Any:
+        return ir.VectorType(element, lanes) if lanes else element
+
+    def constant(element: Any, number: int) -> Any:
+        return ir.Constant(kind(element), [number] * lanes if lanes else number)
+
+    if stored == types.int16:
+        return builder.bitcast(builder.fptrunc(value, kind(_HALF)), kind(_INT16))
+    bits = builder.bitcast(value, kind(_INT32))
+    is_odd = builder.and_(builder.lshr(bits, constant(_INT32, 16)), constant(_INT32, 1))
+    rounded = builder.add(bits, builder.add(is_odd, constant(_INT32, 0x7FFF)))
+    high = builder.trunc(builder.lshr(rounded, constant(_INT32, 16)), kind(_INT16))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.select(is_nan, constant(_INT16, 0x7FC0), high)
 
 
 def widen_ir(builder: Any, value: Any, stored: Any, wide: Any) -> Any:
@@ -114,9 +129,15 @@ widen = cast(Callable[..., np.float32], intrinsic(_widen_typing))
 narrow_like = cast(Callable[..., Any], intrinsic(_narrow_typing))
 """FP32 rounded to nearest, ties to even, as the element type of an array."""
 
-_LOG2_E = np.float32(1.44269504088896341)
-_LN2_HIGH = np.float32(-0.693359375)
-_LN2_LOW = np.float32(2.12194440e-4)
+LOG2_E = np.float32(1.44269504088896341)
+LN2_HIGH = np.float32(-0.693359375)
+LN2_LOW = np.float32(2.12194440e-4)
+EXP_POLYNOMIAL = (
+    np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3),
+    np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1),
+)  # fmt: skip
+"""Of e ** r = 1 + r + r**2 p(r) for small r, the highest power first."""
+_C0, _C1, _C2, _C3, _C4, _C5 = EXP_POLYNOMIAL
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 _ROUND_BITS = np.int32(0x4B400000)
 
@@ -129,14 +150,14 @@ def exp(x: np.float32) -> np.float32:
     """
     x = np.float32(-104.0) if x < np.float32(-104.0) else x
     x = np.float32(89.0) if x > np.float32(89.0) else x
-    shifted = fma(x, _LOG2_E, _ROUND)
+    shifted = fma(x, LOG2_E, _ROUND)
     whole = shifted - _ROUND
-    r = fma(whole, _LN2_LOW, fma(whole, _LN2_HIGH, x))
-    p = fma(np.float32(1.9875691500e-4), r, np.float32(1.3981999507e-3))
-    p = fma(p, r, np.float32(8.3334519073e-3))
-    p = fma(p, r, np.float32(4.1665795894e-2))
-    p = fma(p, r, np.float32(1.6666665459e-1))
-    p = fma(p, r, np.float32(5.0000001201e-1))
+    r = fma(whole, LN2_LOW, fma(whole, LN2_HIGH, x))
+    p = fma(_C0, r, _C1)
+    p = fma(p, r, _C2)
+    p = fma(p, r, _C3)
+    p = fma(p, r, _C4)
+    p = fma(p, r, _C5)
     p = fma(p, r * r, r) + np.float32(1.0)
     exponent = np.int32(float_bits(shifted) - _ROUND_BITS)
     half = np.int32(exponent >> np.int32(1))  # in two steps, so that subnormal results round once

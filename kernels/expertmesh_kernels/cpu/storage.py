@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
-from expertmesh_kernels.cpu.tile import widen_strip
+from expertmesh_kernels.cpu.tile import narrow_strips, widen_strip
 
 
 @njit
@@ -46,10 +46,9 @@ def narrow_into(
     wide: NDArray[np.float32], wide_at: int, count: int, stored: NDArray[np.generic], at: int
 ) -> None:
     """stored[at : at + count] = wide[wide_at : wide_at + count], rounded; both flat."""
-    source = wide[wide_at : wide_at + count]
-    target = stored[at : at + count]
-    for i in range(count):
-        target[i] = narrow_like(source[i], stored)
+    narrow_strips(wide, wide_at, count // 16, stored, at)
+    for i in range(count - count % 16, count):
+        stored[at + i] = narrow_like(wide[wide_at + i], stored)
 
 
 @njit

@@ -17,7 +17,7 @@ from numba.core import cgutils as untyped_cgutils
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import intrinsic, njit
-from expertmesh_kernels.cpu.primitives import widen_ir
+from expertmesh_kernels.cpu.primitives import narrow_ir, widen_ir
 
 cgutils: Any = untyped_cgutils
 
@@ -155,6 +155,29 @@ widen_strip = cast(Callable[..., None], intrinsic(_widen_typing))
 """`widen_strip(stored, at, stride, count, wide, wide_at, wide_stride)`: 16 columns to FP32.
 
 wide[wide_at + i * wide_stride + c] = stored[at + i * stride + c] for i < count and c < 16.
+"""
+
+
+def _narrow_typing(_context: Any, wide: Any, _1: Any, _2: Any, stored: Any, _4: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source = _pointer(context, builder, wide, args[0], args[1])
+        target = _pointer(context, builder, stored, args[3], args[4])
+        with cgutils.for_range(builder, args[2]) as loop:
+            first = builder.mul(loop.index, loop.index.type(_LANES))
+            value = builder.load(_vector_at(builder, builder.gep(source, [first]), 0), align=4)
+            value = narrow_ir(builder, value, stored.dtype)
+            place = builder.bitcast(builder.gep(target, [first]), value.type.as_pointer())
+            builder.store(value, place, align=element_size(stored.dtype))
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(wide, at, at, stored, at), codegen
+
+
+narrow_strips = cast(Callable[..., None], intrinsic(_narrow_typing))
+"""`narrow_strips(wide, wide_at, count, stored, at)`: 16 x count elements rounded.
+
+stored[at + c] = wide[wide_at + c] for c < 16 count.
 """
 
 
