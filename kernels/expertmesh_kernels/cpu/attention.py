@@ -34,9 +34,9 @@ from expertmesh_kernels.cpu.block import (
     block_rows,
     end_rows,
     gather_row,
-    new_rows,
     packed_depth,
     panel_size,
+    scratch_rows,
 )
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
@@ -51,6 +51,7 @@ from expertmesh_kernels.cpu.scores import (
     to_weights,
     weigh_part,
 )
+from expertmesh_kernels.cpu.scratch import scratch_floats, scratch_like
 from expertmesh_kernels.cpu.team import parallel_for
 from expertmesh_kernels.cpu.tile import PANEL
 
@@ -210,8 +211,7 @@ def _find_runs(
 
 @njit
 def _new_partial(number: int, size: int, value_dim: int) -> Partial:
-    num_panels = -(-value_dim // PANEL)
-    acc = np.empty(number * num_panels * size * PANEL, np.float32)
+    acc = np.empty(number * _ceil_panels(value_dim) * size * PANEL, np.float32)
     tops = np.empty(number * size, np.float32)
     return Partial(acc, tops, np.empty(number * size, np.float32))
 
@@ -245,20 +245,26 @@ def _attend(
     if first_part >= end_part:
         return
     depth = packed_depth(form, pages.key_dim)
-    queries = new_rows(form, num_queries * depth)
+    queries = scratch_rows(form, num_queries * depth)
     for m in range(num_queries):
         at = (t + m // group) * shape.q_stride + (head * group + m % group) * pages.key_dim
         gather_row(q[at : at + pages.key_dim], queries[m * depth : (m + 1) * depth])
     room = min(PART, -(-end // PANEL) * PANEL - low // PANEL * PANEL)
     panel_len = panel_size(form, depth)
     at_once = _panels_at_once(num_queries, panel_len * form.itemsize)
-    keys = np.empty(at_once * panel_len, form.dtype)
+    keys = scratch_like(at_once * panel_len, form)
     for i in range(keys.size if depth > pages.key_dim else 0):
         keys[i] = 0
-    raw = np.empty(num_queries * room, np.float32)
-    weights = new_rows(form, num_queries * room)
-    total = _empty_partial(num_queries, shape.value_dim)
-    part = _empty_partial(num_queries, shape.value_dim)
+    raw = scratch_floats(num_queries * room)
+    weights = scratch_rows(form, num_queries * room)
+    acc_size = _ceil_panels(shape.value_dim) * num_queries * PANEL
+    total = Partial(
+        scratch_floats(acc_size), scratch_floats(num_queries), scratch_floats(num_queries)
+    )
+    part = Partial(
+        scratch_floats(acc_size), scratch_floats(num_queries), scratch_floats(num_queries)
+    )
+    _clear(total)
     table = tables_SB[sequence_of_row_T[t]]
     begin_rows(form, min(num_queries, block_rows(form)))
     for p in range(first_part, end_part):
@@ -325,29 +331,37 @@ def _finish(
     group = shape.num_heads // pages.num_heads
     first = int(positions_T[t])
     low = max(first + 1 - scores.window, 0)
-    total = _empty_partial(rows * group, shape.value_dim)
+    num_queries = rows * group
+    total = Partial(
+        scratch_floats(_ceil_panels(shape.value_dim) * num_queries * PANEL),
+        scratch_floats(num_queries), scratch_floats(num_queries),
+    )  # fmt: skip
+    _clear(total)
     room = partials.acc.size // partials.tops_M.size * size
     for p in range((first + rows - 1) // PART + 1 - low // PART):
         place = task * shape.num_parts + p
         _merge(
             total,
             partials.acc[place * room : place * room + total.acc.size],
-            partials.tops_M[place * size : place * size + rows * group],
-            partials.sums_M[place * size : place * size + rows * group],
+            partials.tops_M[place * size : place * size + num_queries],
+            partials.sums_M[place * size : place * size + num_queries],
         )
     _store(total, arrays, where, shape, t, head, group)
 
 
 @njit
-def _empty_partial(num_queries: int, value_dim: int) -> Partial:
+def _ceil_panels(value_dim: int) -> int:
+    return -(-value_dim // PANEL)
+
+
+@njit
+def _clear(total: Partial) -> None:
     """Of no keys."""
-    total = _new_partial(1, num_queries, value_dim)
     for i in range(total.acc.size):
         total.acc[i] = np.float32(0.0)
-    for m in range(num_queries):
+    for m in range(total.tops_M.size):
         total.tops_M[m] = np.float32(-np.inf)
         total.sums_M[m] = np.float32(0.0)
-    return total
 
 
 @njit

@@ -13,7 +13,8 @@ that the loops around it need not know the format: `begin_rows`, `multiply` for 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 from numba import types
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu import amx, coded
 from expertmesh_kernels.cpu.gating import silu_rows
-from expertmesh_kernels.cpu.jit import chosen_by_types
+from expertmesh_kernels.cpu.jit import chosen_by_types, intrinsic
 from expertmesh_kernels.cpu.primitives import narrow_like, widen
+from expertmesh_kernels.cpu.scratch import stack_array
 from expertmesh_kernels.cpu.storage import widen_into
 from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
 
@@ -30,6 +32,7 @@ CHAIN_ROWS = 96
 """Rows of a block of FP32 chains; bounds the scratch."""
 _WIDEN_FROM_ROWS = 2 * MAX_ROWS + 1
 """From so many rows on it pays to convert a 16-bit panel once instead of once per tile."""
+untyped_types: Any = types
 _CONFIGS = amx.tile_configs()
 _TILE_ROWS = amx.TILE_ROWS
 _AMX_ROWS = amx.ROWS
@@ -59,14 +62,42 @@ def panel_size(panels: NDArray[np.generic], depth: int) -> int:
     raise NotImplementedError
 
 
-def new_scratch(panels: NDArray[np.generic]) -> Any:
-    """What `multiply` needs beside its arguments; for one thread."""
-    raise NotImplementedError
-
-
 def new_rows(panels: NDArray[np.generic], size: int) -> Any:
     """Scratch for `size` gathered elements, of the type that `multiply` reads."""
     raise NotImplementedError
+
+
+def _new_scratch_typing(_context: Any, panels: Any) -> Any:
+    if not coded.is_coded(panels):
+        return types.none(panels), lambda context, *_: context.get_dummy_value()
+    sizes = coded.scratch_sizes(panels)
+
+    def codegen(context: Any, builder: Any, signature: Any, _args: Any) -> Any:
+        arrays = [
+            stack_array(element, context, builder, context.get_constant(types.intp, size))
+            for element, size in sizes
+        ]
+        return context.make_tuple(builder, signature.return_type, arrays)
+
+    kinds = [untyped_types.Array(element, 1, "C") for element, _ in sizes]
+    return untyped_types.Tuple(kinds)(panels), codegen
+
+
+new_scratch = cast(Callable[[NDArray[Any]], Any], intrinsic(_new_scratch_typing))
+"""(panels): what `multiply` needs beside its arguments; for one thread, ends with the caller."""
+
+
+def _scratch_rows_typing(_context: Any, panels: Any, _size: Any) -> Any:
+    element = types.uint16 if _is_tiles(panels) else types.float32
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return stack_array(element, context, builder, args[1])
+
+    return untyped_types.Array(element, 1, "C")(panels, types.intp), codegen
+
+
+scratch_rows = cast(Callable[..., NDArray[Any]], intrinsic(_scratch_rows_typing))
+"""(panels, size): `new_rows` as scratch of one call; see `expertmesh_kernels.cpu.scratch`."""
 
 
 def gather_row(source: NDArray[np.generic], target: NDArray[np.generic]) -> None:
@@ -156,13 +187,6 @@ def _panel_size(panels: Any, depth: Any) -> Any:
     if _is_tiles(panels):
         return lambda panels, depth: depth * (PANEL // 2)
     return lambda panels, depth: depth * PANEL
-
-
-@chosen_by_types(new_scratch)
-def _new_scratch(panels: Any) -> Any:
-    if not coded.is_coded(panels):
-        return lambda panels: None
-    return coded.new_tile_scratch if _is_tiles(panels) else coded.new_chain_scratch
 
 
 @chosen_by_types(new_rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from expertmesh.formats.coded import CodeName
@@ -36,7 +37,6 @@ _CONFIGS = amx.tile_configs()
 _AMX_ROWS = amx.ROWS
 _TILE_ROWS = amx.TILE_ROWS
 _STEP = amx.STEP
-_ALIGNMENT = 64
 
 Scratch = tuple[NDArray[Any], NDArray[np.float32]]
 
@@ -82,23 +82,11 @@ def group_size(panels: NDArray[np.void], depth: int) -> int:
     return group if group > 0 else depth
 
 
-def new_tile_scratch(panels: Any) -> Scratch:
-    """Pairs of bfloat16 of a slice, and the sums of 32 rows."""
-    return aligned(np.empty(SLICE * PANEL // 2 + 16, np.uint32)), np.empty(
-        _AMX_ROWS * PANEL, np.float32
-    )
-
-
-def new_chain_scratch(panels: Any) -> Scratch:
-    """FP32 of a slice, and the sums of 6 rows."""
-    return aligned(np.empty(SLICE * PANEL + 16, np.float32)), np.empty(MAX_ROWS * PANEL, np.float32)
-
-
-@njit
-def aligned(words: NDArray[Any]) -> NDArray[Any]:
-    """All but up to 15 words of 4 bytes, from the start of a cache line."""
-    first = (-words.ctypes.data % _ALIGNMENT) // 4
-    return words[first:]
+def scratch_sizes(panels: Any) -> tuple[tuple[Any, int], tuple[Any, int]]:
+    """Types and sizes of a slice of decoded features, and of the sums of a block of rows."""
+    if is_coded_tiles(panels):
+        return (types.uint32, SLICE * PANEL // 2), (types.float32, _AMX_ROWS * PANEL)
+    return (types.float32, SLICE * PANEL), (types.float32, MAX_ROWS * PANEL)
 
 
 def multiply_coded(panels: Any) -> Any:

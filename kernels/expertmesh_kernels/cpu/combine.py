@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.primitives import fma, narrow_like, widen
+from expertmesh_kernels.cpu.scratch import scratch_floats
 
 
 @njit
@@ -17,7 +18,7 @@ def combine(
 ) -> None:
     """out[t] = chain acc = fma(weight, output, acc) over the top-k slots in order, from 0."""
     num_tokens, top_k = weights_TK.shape
-    acc = np.empty(out_TH.shape[1], np.float32)
+    acc = scratch_floats(out_TH.shape[1])
     for t in range(num_tokens):
         acc[:] = np.float32(0.0)
         for j in range(top_k):

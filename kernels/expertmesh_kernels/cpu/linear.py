@@ -15,6 +15,7 @@ from expertmesh_kernels.cpu.block import (
 )
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
+from expertmesh_kernels.cpu.scratch import scratch_floats
 from expertmesh_kernels.cpu.storage import narrow_into
 from expertmesh_kernels.cpu.team import parallel_for
 from expertmesh_kernels.cpu.tile import PANEL
@@ -96,7 +97,7 @@ def _linear_chunk(
     chunk: int,
 ) -> None:
     most = block_rows(panels)
-    acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(panels)
+    acc, scratch = scratch_floats(most * PANEL), new_scratch(panels)
     first = chunk * per_chunk
     last = min(first + per_chunk, -(-num_columns // PANEL))
     for row in range(0, num_rows, most):
@@ -153,7 +154,7 @@ def _head_chunk(
 ) -> None:
     num_rows, num_heads, depth, num_columns = shape
     most = block_rows(panels)
-    acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(panels)
+    acc, scratch = scratch_floats(most * PANEL), new_scratch(panels)
     num_panels = -(-num_columns // PANEL)
     x_stride, out_stride = num_heads * depth, num_heads * num_columns
     for row in range(0, num_rows, most):

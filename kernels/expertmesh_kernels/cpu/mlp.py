@@ -29,6 +29,7 @@ from expertmesh_kernels.cpu.combine import combine
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import add_bias, panels_per_chunk
 from expertmesh_kernels.cpu.memory import address_of, array_at, optional_floats
+from expertmesh_kernels.cpu.scratch import scratch_floats
 from expertmesh_kernels.cpu.storage import narrow_into
 from expertmesh_kernels.cpu.team import parallel_for
 from expertmesh_kernels.cpu.tile import HALF_PANEL, PANEL
@@ -267,8 +268,8 @@ def _gate_up_chunk(
     last = min(first + per_chunk, num_panels)
     begin, end = starts_E[expert], starts_E[expert + 1]
     most = min(block_rows(like), end - begin)
-    acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(like)
-    gated = np.empty((most, HALF_PANEL), np.float32)
+    acc, scratch = scratch_floats(most * PANEL), new_scratch(like)
+    gated = scratch_floats(most * HALF_PANEL).reshape((most, HALF_PANEL))
     for row in range(begin, end, most):
         rows = min(most, end - row)
         begin_rows(like, rows)
@@ -314,7 +315,7 @@ def _down_chunk(
     last = min(first + per_chunk, num_panels)
     begin, end = starts_E[expert], starts_E[expert + 1]
     most = min(block_rows(like), end - begin)
-    acc, scratch = np.empty(most * PANEL, np.float32), new_scratch(like)
+    acc, scratch = scratch_floats(most * PANEL), new_scratch(like)
     for row in range(begin, end, most):
         rows = min(most, end - row)
         begin_rows(like, rows)

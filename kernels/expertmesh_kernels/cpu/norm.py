@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.primitives import fma, narrow_like, widen
+from expertmesh_kernels.cpu.scratch import scratch_floats
 from expertmesh_kernels.cpu.team import parallel_for
 
 _LANES = 16
@@ -39,8 +40,8 @@ def rms_norm(
         round_first: x / rms(x) is rounded before the product, as Llama does it.
     """
     width = weight.size
-    wide = np.zeros(-(-width // _LANES) * _LANES, np.float32)
-    sums = np.empty(_LANES, np.float32)
+    wide, sums = scratch_floats(-(-width // _LANES) * _LANES), scratch_floats(_LANES)
+    wide[width:] = np.float32(0.0)
     for t in range(shape[0]):
         for part in range(shape[1]):
             at = t * strides[0] + part * strides[1]

@@ -10,6 +10,7 @@ from expertmesh_kernels.cpu.by_expert import order_by_expert
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.primitives import exp
+from expertmesh_kernels.cpu.scratch import scratch_floats, scratch_like
 from expertmesh_kernels.cpu.storage import widen_into
 from expertmesh_kernels.cpu.team import parallel_for
 from expertmesh_kernels.cpu.tile import PANEL
@@ -19,6 +20,7 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _ROWS = 24
 """Rows of a chunk."""
+_BOOLS = np.empty(0, np.bool_)
 
 Rules = tuple[bool, int, int, bool, bool, np.float32, np.float32]
 """A gate's equation: scores are sigmoids, else a softmax; groups of adjacent experts; groups to
@@ -82,10 +84,10 @@ def _gate_chunk(
 ) -> None:
     first = chunk * _ROWS
     rows = min(_ROWS, ids_TK.shape[0] - first)
-    wide = np.empty(rows * depth, np.float32)
+    wide = scratch_floats(rows * depth)
     widen_into(h, first * depth, rows * depth, wide, 0)
-    acc = np.empty(_ROWS * PANEL, np.float32)
-    logits = np.empty((rows, num_experts), np.float32)
+    acc = scratch_floats(_ROWS * PANEL)
+    logits = scratch_floats(rows * num_experts).reshape((rows, num_experts))
     for panel in range(-(-num_experts // PANEL)):
         multiply(wide, 0, depth, rows, panels, panel, depth, None, acc)
         column = panel * PANEL
@@ -134,10 +136,9 @@ def _route_rows(
     """
     is_sigmoid, num_groups, top_groups, is_top2_sum, renormalize, eps, scale = rules
     num_experts = logits_TE.shape[1]
-    scores = np.empty(num_experts, np.float32)
-    choice = np.empty(num_experts, np.float32)
-    taken = np.empty(num_experts, np.bool_)
-    group_scores = np.empty(num_groups, np.float32)
+    scores, choice = scratch_floats(num_experts), scratch_floats(num_experts)
+    taken = scratch_like(num_experts, _BOOLS)
+    group_scores = scratch_floats(num_groups)
     by_logits = not is_sigmoid and bias_E.size == 0 and not (num_groups > 1 and is_top2_sum)
     for t in range(logits_TE.shape[0]):
         logits, ids = logits_TE[t], ids_TK[t]

@@ -20,6 +20,7 @@ from expertmesh_kernels.cpu.jit import chosen_by_types, njit
 from expertmesh_kernels.cpu.pages import Pages
 from expertmesh_kernels.cpu.panels import load_values
 from expertmesh_kernels.cpu.primitives import exp, float_bits, tanh
+from expertmesh_kernels.cpu.scratch import scratch_floats, scratch_like
 from expertmesh_kernels.cpu.softmax import soften
 from expertmesh_kernels.cpu.storage import lane_max, lane_sum
 from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
@@ -66,7 +67,7 @@ def score_panels(
 ) -> None:
     """raw[m * room + column + c] for 64 keys a panel, some perhaps not for query m to see."""
     most = block_rows(keys)
-    acc = np.empty(min(most, num_queries) * PANEL, np.float32)
+    acc = scratch_floats(min(most, num_queries) * PANEL)
     for m in range(0, num_queries, most):
         rows = min(most, num_queries - m)
         if num_queries > most:  # else the only block is begun already
@@ -188,7 +189,7 @@ def _weigh_chains(
     value_dim: int,
     acc: NDArray[np.float32],
 ) -> None:
-    values = np.empty(PANEL * PANEL, np.float32)
+    values = scratch_floats(PANEL * PANEL)
     start, _ = visible_keys(span, 0)
     for i in range(acc.size):
         acc[i] = np.float32(0.0)
@@ -259,7 +260,7 @@ def _weigh_tiles(
     acc: NDArray[np.float32],
 ) -> None:
     depth = -(-(span.stop - span.begin) // STEP) * STEP
-    values = np.empty(panel_size(form, depth), np.uint32)
+    values = scratch_like(panel_size(form, depth), form)
     start, _ = visible_keys(span, 0)
     most = block_rows(form)
     for column in range(0, value_dim, PANEL):

@@ -161,14 +161,32 @@ def _entry_of(
     entry = ir.Function(builder.module, _ENTRY, name)
     entry.linkage = "internal"
     inner = ir.IRBuilder(entry.append_basic_block())
-    kind = context.get_value_type(arguments)
-    values = inner.load(inner.bitcast(entry.args[0], kind.as_pointer()))
-    parts = [inner.extract_value(values, i) for i in range(len(arguments.types))]
+    environment = inner.bitcast(entry.args[0], context.get_value_type(arguments).as_pointer())
+    values = inner.load(environment)
+    parts = [
+        _uncounted(inner, kind, inner.extract_value(values, i))
+        for i, kind in enumerate(arguments.types)
+    ]
     context.call_conv.call_function(
         inner, callee, kernel_signature.return_type, kernel_signature.args, [*parts, entry.args[1]]
     )
     inner.ret_void()
     return entry
+
+
+def _uncounted(builder: Any, kind: Any, value: Any) -> Any:
+    """An argument whose arrays nobody counts references to: the owner has them until the join.
+
+    Counting takes locked instructions, on words that all threads share.
+    """
+    if isinstance(kind, types.Array):
+        nobody = ir.Constant(value.type.elements[0], None)
+        return builder.insert_value(builder.insert_value(value, nobody, 0), nobody, 1)
+    parts = getattr(kind, "types", ()) if isinstance(kind, types.BaseTuple) else ()
+    for i, part in enumerate(parts):
+        inner = _uncounted(builder, part, builder.extract_value(value, i))
+        value = builder.insert_value(value, inner, i)
+    return value
 
 
 def _emit_fork(builder: Any, entry: Any, environment: Any, count: Any) -> None:
