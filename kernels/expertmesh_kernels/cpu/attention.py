@@ -42,7 +42,7 @@ from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.pages import Pages, pages_of
 from expertmesh_kernels.cpu.panels import load_keys
-from expertmesh_kernels.cpu.primitives import exp, narrow_like
+from expertmesh_kernels.cpu.primitives import exp
 from expertmesh_kernels.cpu.scores import (
     PART,
     Span,
@@ -52,6 +52,7 @@ from expertmesh_kernels.cpu.scores import (
     weigh_part,
 )
 from expertmesh_kernels.cpu.scratch import scratch_floats, scratch_like
+from expertmesh_kernels.cpu.storage import narrow_into
 from expertmesh_kernels.cpu.team import parallel_for
 from expertmesh_kernels.cpu.tile import PANEL
 
@@ -377,7 +378,9 @@ def _merge(
         if sums_M[m] == np.float32(0.0):
             continue
         top = max(total.tops_M[m], tops_M[m])
-        own, other = exp(total.tops_M[m] - top), exp(tops_M[m] - top)
+        own, other = np.float32(0.0), np.float32(1.0)
+        if total.sums_M[m] != np.float32(0.0):
+            own, other = exp(total.tops_M[m] - top), exp(tops_M[m] - top)
         total.tops_M[m] = top
         total.sums_M[m] = total.sums_M[m] * own + sums_M[m] * other
         for at in range(m * PANEL, acc.size, num_queries * PANEL):
@@ -395,14 +398,17 @@ def _store(
     num_queries = total.tops_M.size
     for m in range(num_queries):
         own_head = head * group + m % group
-        top = total.tops_M[m]
-        sink = sinks_n[own_head] if sinks_n.size > 0 else np.float32(-np.inf)
-        highest = sink if sink > top else top
-        factor = exp(top - highest)
-        divisor = total.sums_M[m] * factor + exp(sink - highest)
+        factor, divisor = np.float32(1.0), total.sums_M[m]
+        if sinks_n.size > 0:
+            top, sink = total.tops_M[m], sinks_n[own_head]
+            highest = sink if sink > top else top
+            factor = exp(top - highest)
+            divisor = total.sums_M[m] * factor + exp(sink - highest)
         row = ((t + m // group) * shape.num_heads + own_head) * value_dim
-        target = out[row : row + value_dim]
         for column in range(0, value_dim, PANEL):
             at = (column // PANEL * num_queries + m) * PANEL
-            for c in range(min(PANEL, value_dim - column)):
-                target[column + c] = narrow_like(total.acc[at + c] * factor / divisor, out)
+            count = min(PANEL, value_dim - column)
+            values = total.acc[at : at + count]
+            for c in range(count):
+                values[c] = values[c] * factor / divisor
+            narrow_into(total.acc, at, count, out, row + column)

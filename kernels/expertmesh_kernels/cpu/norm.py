@@ -10,6 +10,7 @@ from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.primitives import fma, narrow_like, widen
 from expertmesh_kernels.cpu.scratch import scratch_floats
 from expertmesh_kernels.cpu.team import parallel_for
+from expertmesh_kernels.cpu.tile import add_strips
 
 _LANES = 16
 _ROWS_PER_CHUNK = 32
@@ -117,7 +118,9 @@ def _add_norm_chunk(
     first = chunk * _ROWS_PER_CHUNK * width
     last = min(first + _ROWS_PER_CHUNK * width, x.size)
     a, b, target = x[first:last], y[first:last], total[first:last]
-    for i in range(target.size):
+    whole = target.size // _LANES
+    add_strips(a, b, target, whole)
+    for i in range(whole * _LANES, target.size):
         target[i] = narrow_like(widen(a[i]) + widen(b[i]), total)
     num_rows = target.size // width
     rms_norm(target, out[first:last], (width, width), (num_rows, 1), weight, eps, round_first)

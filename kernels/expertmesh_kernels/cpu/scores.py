@@ -23,12 +23,13 @@ from expertmesh_kernels.cpu.primitives import exp, float_bits, tanh
 from expertmesh_kernels.cpu.scratch import scratch_floats, scratch_like
 from expertmesh_kernels.cpu.softmax import soften
 from expertmesh_kernels.cpu.storage import lane_max, lane_sum
-from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile
+from expertmesh_kernels.cpu.tile import MAX_ROWS, PANEL, run_tile, scale_rows
 
 PART = 512
 """Keys of a part."""
 _CHAIN_QUERIES = 24
 """Query vectors of a run that share loads; bounds the scratch."""
+
 _MANY_QUERIES = 96
 """More where loading costs more than a copy: transposed, or in pairs."""
 
@@ -74,12 +75,7 @@ def score_panels(
             begin_rows(keys, rows)
         for panel in range(num_panels):
             multiply(queries, m * depth, depth, rows, keys, panel, depth, None, acc)
-            for r in range(rows):
-                at = (m + r) * room + column + panel * PANEL
-                target = raw[at : at + PANEL]
-                source = acc[r * PANEL : (r + 1) * PANEL]
-                for c in range(PANEL):
-                    target[c] = source[c] * scale
+            scale_rows(acc, rows, scale, raw, m * room + column + panel * PANEL, room)
 
 
 @njit

@@ -181,6 +181,57 @@ stored[at + c] = wide[wide_at + c] for c < 16 count.
 """
 
 
+def _add_typing(_context: Any, x: Any, y: Any, total: Any, _3: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        zero = ir.IntType(64)(0)
+        arrays = ((x, args[0]), (y, args[1]), (total, args[2]))
+        places = [_pointer(context, builder, kind, array, zero) for kind, array in arrays]
+        with cgutils.for_range(builder, args[3]) as loop:
+            first = builder.mul(loop.index, loop.index.type(_LANES))
+            a, b, target = (builder.gep(place, [first]) for place in places)
+            terms = [_load_weights(builder, part, 0, x.dtype) for part in (a, b)]
+            value = narrow_ir(builder, builder.fadd(*terms), total.dtype)
+            place = builder.bitcast(target, value.type.as_pointer())
+            builder.store(value, place, align=element_size(total.dtype))
+        return context.get_dummy_value()
+
+    return types.void(x, y, total, types.intp), codegen
+
+
+add_strips = cast(Callable[..., None], intrinsic(_add_typing))
+"""`add_strips(x, y, total, count)`: total = x + y, rounded, for 16 x count elements of one type.
+
+`total` may be x or y.
+"""
+
+
+def _scale_typing(_context: Any, x: Any, _1: Any, _2: Any, target: Any, _4: Any, _5: Any) -> Any:
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source = _pointer(context, builder, x, args[0], ir.IntType(64)(0))
+        place = _pointer(context, builder, target, args[3], args[4])
+        first = builder.insert_element(ir.Constant(_WIDE, ir.Undefined), args[2], _INT32(0))
+        mask = ir.Constant(ir.VectorType(_INT32, _LANES), [0] * _LANES)
+        factor = builder.shuffle_vector(first, first, mask)
+        with cgutils.for_range(builder, args[1]) as loop:
+            row = builder.gep(source, [builder.mul(loop.index, loop.index.type(PANEL))])
+            out = builder.gep(place, [builder.mul(loop.index, args[5])])
+            for column in range(0, PANEL, _LANES):
+                value = builder.load(_vector_at(builder, row, column), align=4)
+                value = builder.fmul(value, factor)
+                builder.store(value, _vector_at(builder, out, column), align=4)
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(x, at, types.float32, target, at, at), codegen
+
+
+scale_rows = cast(Callable[..., None], intrinsic(_scale_typing))
+"""`scale_rows(x, rows, factor, target, at, stride)`: rows of 64, all of FP32.
+
+target[at + r * stride + c] = x[64 r + c] * factor for r < rows and c < 64.
+"""
+
+
 def _transpose_typing(
     _context: Any, stored: Any, _1: Any, _2: Any, wide: Any, _4: Any, _5: Any
 ) -> Any:
