@@ -15,9 +15,9 @@ import torch
 from attention_worker.kv_groups import KvPlan, plan_kv_groups
 from expertmesh.errors import SettingsError
 from expertmesh.kv_groups import KvGroups
-from expertmesh.model_config import ModelConfig
+from expertmesh.model_config import KvLayout, ModelConfig
 from expertmesh_kernels.decoder_layers import LayerPages
-from expertmesh_kernels.paged_attention import KvCache
+from expertmesh_kernels.paged_attention import Int8KvLayout, KvCache
 
 
 class PagedKvCache:
@@ -32,6 +32,7 @@ class PagedKvCache:
         block_size: Tokens per block.
         dtype: Of keys and values.
         device: Where they are.
+        int8: They are held as int8; see `KvCache`.
     """
 
     def __init__(
@@ -41,29 +42,44 @@ class PagedKvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        int8: bool = False,
     ) -> None:
-        plan = plan_kv_groups(config)
+        plan = _plan(config, int8=int8)
+        stored = _stored(dtype, int8=int8)
         self.num_blocks = num_blocks
         self.null_block = num_blocks
         """Stands in block tables where there is no block; nothing is written to it."""
         self.block_size = block_size
-        self.block_bytes = _block_bytes(plan, block_size, dtype)
+        self.block_bytes = _block_bytes(plan, block_size, stored)
         self.groups = KvGroups.of(block_size, plan.sliding_windows)
         self.sliding_windows = plan.sliding_windows
         """Per group: how many tokens a token sees; None for all."""
         shape = (num_blocks + 1, plan.block_width * block_size)
-        self.pool = torch.empty(shape, dtype=dtype, device=device)
+        self.pool = torch.empty(shape, dtype=stored, device=device)
         self.layers: tuple[KvCache, ...] = tuple(
-            KvCache(self.pool, offset * block_size, layer.attention.kv, block_size)
-            for offset, layer in zip(plan.offset_of_layer, config.layers, strict=True)
+            KvCache(self.pool, offset * block_size, layout, block_size, dtype)
+            for offset, layout in zip(plan.offset_of_layer, plan.layout_of_layer, strict=True)
         )
         self.pages = LayerPages.of(self.layers, plan.group_of_layer)
         """The same, as kernels for several layers take them."""
 
 
-def _block_bytes(plan: KvPlan, block_size: int, dtype: torch.dtype) -> int:
+def _plan(config: ModelConfig, *, int8: bool) -> KvPlan:
+    return plan_kv_groups(config, _as_int8) if int8 else plan_kv_groups(config)
+
+
+def _as_int8(layout: KvLayout) -> KvLayout:
+    return Int8KvLayout(layout.num_heads, layout.key_dim, layout.value_dim)
+
+
+def _stored(dtype: torch.dtype, *, int8: bool) -> torch.dtype:
+    return torch.int8 if int8 else dtype
+
+
+def _block_bytes(plan: KvPlan, block_size: int, stored: torch.dtype) -> int:
     """Bytes of one KV block."""
-    return plan.block_width * block_size * dtype.itemsize
+    return plan.block_width * block_size * stored.itemsize
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,8 @@ class KvPoolSettings:
     """Tokens that the pool shall hold; None derives it from memory."""
     memory_fraction: float = 0.25
     """Part of the available memory that a derived pool may take."""
+    int8: bool = False
+    """Keys and values are held as int8."""
 
 
 def choose_num_kv_blocks(
@@ -99,11 +117,11 @@ def choose_num_kv_blocks(
     Raises:
         SettingsError: Not even one sequence of max_model_len fits.
     """
-    plan = plan_kv_groups(config)
+    plan = _plan(config, int8=settings.int8)
     groups = KvGroups.of(settings.block_size, plan.sliding_windows)
     max_len, max_step_tokens = settings.max_model_len, settings.max_step_tokens
     blocks_per_sequence = groups.sequence_blocks(max_len, max_step_tokens)
-    block_bytes = _block_bytes(plan, settings.block_size, dtype)
+    block_bytes = _block_bytes(plan, settings.block_size, _stored(dtype, int8=settings.int8))
     if settings.cache_tokens is not None:
         num_blocks = settings.cache_tokens // settings.block_size * groups.num_groups
         source = f"kv_cache_tokens={settings.cache_tokens}"

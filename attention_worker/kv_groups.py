@@ -13,7 +13,7 @@ group that fills less than a block wastes the rest, so a kind of many layers mak
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,6 +71,11 @@ class KvPlan:
         )
 
     @property
+    def layout_of_layer(self) -> tuple[KvLayout, ...]:
+        """What each layer remembers, as it is held."""
+        return tuple(self.groups[group].kind.layout for group in self.group_of_layer)
+
+    @property
     def offset_of_layer(self) -> tuple[int, ...]:
         """Per layer: elements per token of those before it in a block."""
         return self._by_layer(
@@ -86,9 +91,20 @@ class KvPlan:
         return tuple(values[layer] for layer in sorted(values))
 
 
-def plan_kv_groups(config: ModelConfig) -> KvPlan:
-    """The KV groups of a model."""
-    kinds = (KvKind(layer.attention.kv, layer.attention.sliding_window) for layer in config.layers)
+def as_it_is(layout: KvLayout) -> KvLayout:
+    """For pools of the model's own type."""
+    return layout
+
+
+def plan_kv_groups(config: ModelConfig, hold: Callable[[KvLayout], KvLayout] = as_it_is) -> KvPlan:
+    """The KV groups of a model.
+
+    Args:
+        config: The model.
+        hold: How a pool holds what a layer remembers.
+    """
+    attentions = (layer.attention for layer in config.layers)
+    kinds = (KvKind(hold(attention.kv), attention.sliding_window) for attention in attentions)
     return plan_groups(dict(enumerate(kinds)))
 
 

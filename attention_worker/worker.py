@@ -30,7 +30,7 @@ from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import threads_of_environment
 from expertmesh.errors import SettingsError, StartupError
 from expertmesh.expert_plan import plan_experts
-from expertmesh.model_config import DtypeName, ModelConfig
+from expertmesh.model_config import DtypeName, MlaConfig, ModelConfig
 from expertmesh.model_tools.model_size import model_size
 from expertmesh.model_tools.worker_memory import attention_worker_nbytes
 from expertmesh.settings import AttentionWorkerSettings
@@ -105,6 +105,7 @@ def load_and_warm_up(settings: AttentionWorkerSettings, checkpoint: Checkpoint) 
     torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
     start_team(threads_of_environment() or 1)
     config = checkpoint.config
+    check_kv_cache(settings, config)
     dtype_name = _dtype_name(settings, config)
     dtype, device = TORCH_DTYPES[dtype_name], find_device(settings.device)
     pool = _kv_pool_settings(settings, _max_model_len(settings, config))
@@ -115,7 +116,7 @@ def load_and_warm_up(settings: AttentionWorkerSettings, checkpoint: Checkpoint) 
     fingerprint = _self_test(dtype_name, device)
     model = load_model(checkpoint, dtype, device, pool.max_model_len)
     experts, map_user, stand_in = _experts(settings, checkpoint, dtype_name)
-    kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device)
+    kv = PagedKvCache(config, num_kv_blocks, pool.block_size, dtype, device, int8=pool.int8)
     warm_up(model, kv, stand_in)
     return LoadedModel(model, experts, map_user, kv, pool, fingerprint)
 
@@ -174,6 +175,22 @@ def _wire_dtype(settings: AttentionWorkerSettings, dtype: DtypeName) -> WireDtyp
     return asked
 
 
+def check_kv_cache(settings: AttentionWorkerSettings, config: ModelConfig) -> None:
+    """Raises SettingsError if no kernel takes keys and values held so."""
+    if settings.engine.kv_cache_dtype == "auto":
+        return
+    why = ""
+    if settings.device != "cpu":
+        why = f"the device is {settings.device}, and only kernels for cpu take it"
+    elif any(isinstance(layer.attention, MlaConfig) for layer in config.layers):
+        why = "the model has latent attention, which cannot be held so"
+    if why:
+        asked = settings.engine.kv_cache_dtype
+        raise SettingsError(
+            f"kv_cache_dtype is {asked}, but {why}", fix="use --kv-cache-dtype auto"
+        )
+
+
 def _kv_pool_settings(settings: AttentionWorkerSettings, max_model_len: int) -> KvPoolSettings:
     engine = settings.engine
     return KvPoolSettings(
@@ -183,6 +200,7 @@ def _kv_pool_settings(settings: AttentionWorkerSettings, max_model_len: int) -> 
         max_step_tokens=engine.max_num_batched_tokens,
         cache_tokens=engine.kv_cache_tokens,
         memory_fraction=engine.kv_memory_fraction,
+        int8=engine.kv_cache_dtype == "int8",
     )
 
 

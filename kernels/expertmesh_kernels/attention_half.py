@@ -158,8 +158,8 @@ def attention_half_(
         slots_T: See `write_kv`; int64.
     """
     check_rows(x_TH, h_TH, half, len(positions_T))
-    if x_TH.dtype != cache.pool.dtype:
-        raise ValueError(f"x is {x_TH.dtype}, expected {cache.pool.dtype} as the pool")
+    if x_TH.dtype != cache.dtype:
+        raise ValueError(f"x is {x_TH.dtype}, expected {cache.dtype} as the pool")
     cpu_attention_half(
         x_TH.data_ptr(), h_TH.data_ptr(), LIKE[x_TH.dtype], half.like_panels, cache.form,
         half.fields, half.numbers, cache.pages, block_tables_SB, sequence_of_row_T, positions_T,

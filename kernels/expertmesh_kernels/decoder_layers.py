@@ -188,6 +188,7 @@ class LayerPages(NamedTuple):
     """The keys and values of successive layers."""
 
     pages_LF: NDArray[np.int64]
+    """See `KvCache.pages`."""
     group_of_layer_L: NDArray[np.int64]
     """KV group."""
     form: NDArray[np.generic]

@@ -3,12 +3,17 @@
 All layers share one pool of equal blocks, and a layer has the same part of every block that it
 uses. What lies where inside that part is private to this module (`expertmesh_kernels.cpu.pages`).
 Whole blocks may be copied; positions inside a block may not.
+
+A pool may hold int8 codes, on CPU: each key and each value of a head is rounded to a multiple of
+its own factor, the largest of its elements / 127, when it is written, and multiplied when it is
+read. What a row gets thus depends on the tokens that it sees, and on nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,7 +23,7 @@ from torch import Tensor
 from expertmesh.model_config import KvLayout
 from expertmesh_kernels.cpu.attention import paged_attention as cpu_paged_attention
 from expertmesh_kernels.cpu.features import has_amx
-from expertmesh_kernels.cpu.pages import Pages
+from expertmesh_kernels.cpu.pages import Int8Pages, Pages
 from expertmesh_kernels.cpu.pages import write_kv as cpu_write_kv
 from expertmesh_kernels.host import as_array, as_input, row_stride
 
@@ -26,6 +31,27 @@ _UNLIMITED = 1 << 40
 _NO_SINKS = np.empty(0, np.float32)
 _TILES = np.empty(0, np.uint32)
 _CHAINS = np.empty(0, np.float32)
+_SCALE_BYTES = 4
+_LEAST_PEAK = 1e-35
+"""Of elements that are not all zero when they are held as int8."""
+
+
+@dataclass(frozen=True)
+class Int8KvLayout(KvLayout):
+    """What a layer remembers of a token as int8 codes, with two FP32 factors for each head.
+
+    Raises:
+        ValueError: It is a latent.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            raise ValueError("a latent cannot be held as int8")
+
+    @property
+    def width(self) -> int:
+        """Bytes per token, a multiple of 4."""
+        return (2 * _SCALE_BYTES) * self.num_heads + -(-super().width // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -33,18 +59,27 @@ class KvCache:
     """One layer's keys and values inside the pool.
 
     Raises:
-        ValueError: The layer's part does not lie within a block, or the pool has gaps.
+        ValueError: The layer's part does not lie within a block, or the pool has gaps, or is not of
+            the type that the layout needs.
     """
 
     pool: Tensor
-    """[num_blocks, block_elements], of the model's dtype; shared by all layers."""
+    """[num_blocks, block_elements]; shared by all layers. Of the model's dtype, or int8."""
     offset: int
-    """Elements from the start of a block to the layer's keys; its values follow them."""
+    """Elements from the start of a block to the layer's keys; its values follow them. With int8:
+    to its factors, which keys and values follow."""
     layout: KvLayout
+    """Int8KvLayout if the pool is int8."""
     block_size: int
     """Tokens per block."""
+    row_dtype: torch.dtype | None = None
+    """Of keys, values and queries; None for that of the pool."""
 
     def __post_init__(self) -> None:
+        if self.is_int8 != (self.pool.dtype == torch.int8) or self.dtype == torch.int8:
+            raise ValueError(f"pool and rows are {self.pool.dtype} and {self.dtype}, {self.layout}")
+        if self.is_int8 and (self.offset % 4 or self.pool.shape[-1] % 4):
+            raise ValueError(f"byte {self.offset} of {self.pool.shape[-1]} is no place for factors")
         if self.pool.ndim != 2 or not self.pool.is_contiguous():
             raise ValueError(
                 f"pool has shape {tuple(self.pool.shape)} and strides {self.pool.stride()}, "
@@ -57,37 +92,58 @@ class KvCache:
             )
 
     @property
+    def is_int8(self) -> bool:
+        """Whether the pool holds codes."""
+        return isinstance(self.layout, Int8KvLayout)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys, values and queries."""
+        return self.row_dtype or self.pool.dtype
+
+    @property
     def elements(self) -> int:
         """Elements of a block that are this layer's."""
         return self.layout.width * self.block_size
 
+    @property
+    def num_scales(self) -> int:
+        """Factors of a block's keys, and as many of its values."""
+        return self.layout.num_heads * self.block_size if self.is_int8 else 0
+
     @cached_property
     def pages(self) -> NDArray[np.int64]:
-        """Where keys and values are: the fields of `Pages`, as CPU kernels take them."""
+        """Where keys and values are: the fields of `Pages`, as CPU kernels take them; or of
+        `Int8Pages`, in uint64, by which kernels tell them apart."""
         layout = self.layout
         num_keys = layout.num_heads * layout.key_dim * self.block_size
+        keys_at = self.offset + 2 * _SCALE_BYTES * self.num_scales
         fields = Pages(
             address=self.pool.data_ptr(),
             size=self.pool.numel(),
             block_stride=self.pool.shape[1],
-            keys_at=self.offset,
-            values_at=self.offset + num_keys,
+            keys_at=keys_at,
+            values_at=keys_at + num_keys,
             num_heads=layout.num_heads,
             key_dim=layout.key_dim,
             value_dim=layout.value_dim,
             block_size=self.block_size,
         )
-        return np.array(fields, np.int64)
+        if not self.is_int8:
+            return np.array(fields, np.int64)
+        key_scales_at = self.offset // _SCALE_BYTES
+        int8 = Int8Pages(*fields, key_scales_at, key_scales_at + self.num_scales)
+        return cast("NDArray[np.int64]", np.array(int8, np.uint64))
 
     @cached_property
     def like(self) -> NDArray[np.generic]:
-        """An empty array of the type that CPU kernels see in the pool."""
-        return as_array(self.pool.new_empty(0))
+        """An empty array of the type in which CPU kernels see keys, values and queries."""
+        return as_array(torch.empty(0, dtype=self.dtype))
 
     @cached_property
     def form(self) -> NDArray[np.generic]:
         """An empty array of the type of the panels that CPU kernels multiply."""
-        return _TILES if self.pool.dtype == torch.bfloat16 and has_amx() else _CHAINS
+        return _TILES if self.dtype == torch.bfloat16 and has_amx() else _CHAINS
 
 
 @dataclass(frozen=True)
@@ -121,7 +177,7 @@ def write_kv(k_TnD: Tensor, v_TnD: Tensor, cache: KvCache, slots_T: NDArray[np.i
     """Store the keys and values of new tokens.
 
     Args:
-        k_TnD: Keys, of the pool's dtype; may be a column slice of a larger tensor.
+        k_TnD: Keys, of the cache's dtype; may be a column slice of a larger tensor.
         v_TnD: Values, likewise; D is 0 if the layout has no values.
         cache: Where to.
         slots_T: block * block_size + offset of each row; rows are written in order.
@@ -194,8 +250,23 @@ def write_kv_reference(
     slots = torch.from_numpy(np.array(slots_T)).to(cache.pool.device)
     blocks_T, offsets_T = slots // cache.block_size, slots % cache.block_size
     keys_BnDL, values_BnLD = _views(cache)
+    if cache.is_int8:
+        key_scales_BnL, value_scales_BnL = _scales(cache)
+        k_TnD, key_scales_BnL[blocks_T, :, offsets_T] = _quantized(k_TnD)
+        v_TnD, value_scales_BnL[blocks_T, :, offsets_T] = _quantized(v_TnD)
     keys_BnDL[blocks_T, :, :, offsets_T] = k_TnD
     values_BnLD[blocks_T, :, offsets_T] = v_TnD
+
+
+def _quantized(rows_TnD: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [T, n, D] and factors [T, n]."""
+    wide_TnD = rows_TnD.float()
+    peaks_Tn = wide_TnD.abs().amax(-1)
+    is_usual_Tn = peaks_Tn.isfinite() & (peaks_Tn >= _LEAST_PEAK)
+    factors_Tn = torch.where(is_usual_Tn, 127.0 / peaks_Tn, 0.0)
+    codes_TnD = torch.where(is_usual_Tn[..., None], (wide_TnD * factors_Tn[..., None]).round(), 0.0)
+    scales_Tn = torch.where(is_usual_Tn, peaks_Tn / 127.0, 0.0)
+    return codes_TnD.to(torch.int8), torch.where(peaks_Tn.isfinite(), scales_Tn, torch.nan)
 
 
 def paged_attention_reference(
@@ -235,24 +306,39 @@ def _views(cache: KvCache) -> tuple[Tensor, Tensor]:
     value_dim] of all blocks, in place."""
     layout, size = cache.layout, cache.block_size
     num_keys = layout.num_heads * layout.key_dim * size
-    own = cache.pool[:, cache.offset : cache.offset + cache.elements]
+    num_values = layout.num_heads * layout.value_dim * size
+    own = cache.pool[:, cache.offset + 2 * _SCALE_BYTES * cache.num_scales :]
     keys_BnDL = own[:, :num_keys].view(len(own), layout.num_heads, layout.key_dim, size)
     shape = (len(own), layout.num_heads, size, layout.value_dim)
-    return keys_BnDL, own[:, num_keys:].view(shape)
+    return keys_BnDL, own[:, num_keys : num_keys + num_values].view(shape)
+
+
+def _scales(cache: KvCache) -> tuple[Tensor, Tensor]:
+    """Factors of keys and of values of all blocks, in place, [blocks, kv heads, block_size]."""
+    first, count = cache.offset // _SCALE_BYTES, cache.num_scales
+    own = cache.pool.view(torch.float32)[:, first : first + 2 * count]
+    shape = (len(own), cache.layout.num_heads, cache.block_size)
+    return own[:, :count].view(shape), own[:, count:].view(shape)
 
 
 def _gather(cache: KvCache, blocks: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens of some blocks, [kv heads, L, D]."""
-    keys_BnDL, values_BnLD = _views(cache)
-    k_nLD = keys_BnDL[blocks].permute(1, 0, 3, 2).flatten(1, 2)
+    keys_BnDL, values_BnLD = (part[blocks] for part in _views(cache))
+    if cache.is_int8:
+        key_scales_BnL, value_scales_BnL = (part[blocks] for part in _scales(cache))
+        keys_BnDL = keys_BnDL.float() * key_scales_BnL[:, :, None]
+        values_BnLD = values_BnLD.float() * value_scales_BnL[..., None]
+    k_nLD = keys_BnDL.permute(1, 0, 3, 2).flatten(1, 2)
     if cache.layout.value_dim == 0:
         return k_nLD, k_nLD[..., : options.value_dim]
-    return k_nLD, values_BnLD[blocks].transpose(0, 1).flatten(1, 2)
+    return k_nLD, values_BnLD.transpose(0, 1).flatten(1, 2)
 
 
 def _check_rows(name: str, rows_TnD: Tensor, cache: KvCache, expected: tuple[int, int]) -> None:
-    if rows_TnD.dtype != cache.pool.dtype:
-        raise ValueError(f"the pool is {cache.pool.dtype}, expected {rows_TnD.dtype} as the rows")
+    if rows_TnD.dtype != cache.dtype:
+        raise ValueError(f"the pool is {cache.dtype}, expected {rows_TnD.dtype} as the rows")
+    if cache.is_int8 and rows_TnD.device.type == "cuda":
+        raise ValueError("the pool is int8, which is for the CPU alone")
     if rows_TnD.shape[1:] != expected:
         raise ValueError(
             f"{name} have shape {tuple(rows_TnD.shape)}, expected [T, {expected[0]}, {expected[1]}]"

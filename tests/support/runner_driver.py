@@ -63,6 +63,7 @@ def make_runner(
     sliding_windows: Sequence[int | None] = (),
     device: str = "cpu",
     splitter: Splitter | None = None,
+    int8_kv: bool = False,
 ) -> ModelRunner:
     """A runner of a checkpoint; with its experts in this process, unless others are given.
 
@@ -73,7 +74,7 @@ def make_runner(
         checkpoint.config = with_windows(checkpoint.config, sliding_windows)
     place = torch.device(device)
     model = load_model(checkpoint, TORCH_DTYPES[dtype], place, max_model_len)
-    kv = PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, place)
+    kv = PagedKvCache(checkpoint.config, num_blocks, block_size, model.dtype, place, int8=int8_kv)
     return ModelRunner(
         model,
         experts or local_experts(checkpoint, dtype, device, expert_dtype),
@@ -285,7 +286,8 @@ class RunnerDriver:
     def _give_back(self, blocks: Sequence[int]) -> None:
         """They are taken next; until they are written again nothing may read what is in them."""
         self._free_blocks.extend(blocks)
-        self.runner.state.kv.pool[list(blocks)] = torch.nan
+        pool = self.runner.state.kv.pool
+        pool[list(blocks)] = -1 if pool.dtype == torch.int8 else torch.nan  # as a factor it is NaN
 
     def _keep_logits(self, slots_R: npt.NDArray[np.int64], logits_RV: Tensor) -> None:
         self._logits.clear()

@@ -5,6 +5,7 @@ Two formats, told apart by the type of the panel (see `expertmesh_kernels.cpu.bl
     float32   [K, 64], for FP32 chains
     uint32    [K / 32, 4, 16, 16] pairs of bfloat16, for AMX; K is padded with zeros
 
+Pages may hold int8 codes with factors: they are decoded on the way (`int8_panels.py`).
 For scores K runs over dimensions and the 64 columns are keys; for weighted sums K runs over keys
 and the columns are dimensions of values.
 """
@@ -18,16 +19,19 @@ from numba import types
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.amx import STEP
+from expertmesh_kernels.cpu.int8_panels import (
+    pair_int8_keys,
+    pair_int8_values,
+    widen_int8_keys,
+    widen_int8_values,
+)
 from expertmesh_kernels.cpu.jit import chosen_by_types, njit
-from expertmesh_kernels.cpu.pages import Pages, keys_of, values_of
+from expertmesh_kernels.cpu.pages import Pages, is_int8, keys_of, values_of
+from expertmesh_kernels.cpu.pair_panel import LANES, place_of, zero_steps
 from expertmesh_kernels.cpu.pairs import pair_strip
 from expertmesh_kernels.cpu.primitives import widen
 from expertmesh_kernels.cpu.storage import widen_block
 from expertmesh_kernels.cpu.tile import PANEL, transpose_strip
-
-_LANES = 16
-_TILE = 256  # pairs of a tile: 16 rows of 16 columns
-_STEP_PAIRS = 4 * _TILE
 
 # Stand-ins: what they do is chosen from the type of the panel when a kernel is compiled.
 
@@ -66,6 +70,8 @@ def load_values(
 def _load_keys(
     pool: Any, pages: Any, head: Any, table: Any, begin: Any, end: Any, panel: Any
 ) -> Any:
+    if is_int8(pages):
+        return pair_int8_keys if panel.dtype == types.uint32 else widen_int8_keys
     return _pair_keys if panel.dtype == types.uint32 else _widen_keys
 
 
@@ -73,6 +79,8 @@ def _load_keys(
 def _load_values(
     pool: Any, pages: Any, head: Any, table: Any, begin: Any, visible: Any, columns: Any, panel: Any
 ) -> Any:
+    if is_int8(pages):
+        return pair_int8_values if panel.dtype == types.uint32 else widen_int8_values
     return _pair_values if panel.dtype == types.uint32 else _widen_values
 
 
@@ -144,27 +152,20 @@ def _widen_latent(
     from here on; rows after the first `count` may hold anything.
     """
     num_rows = panel.size // PANEL
-    for strip in range(0, count, _LANES):
+    for strip in range(0, count, LANES):
         row = first + strip
-        is_whole = strip + _LANES <= limit and row + _LANES <= num_rows
-        whole = width - width % _LANES if is_whole else 0
-        for d in range(0, whole, _LANES):
+        is_whole = strip + LANES <= limit and row + LANES <= num_rows
+        whole = width - width % LANES if is_whole else 0
+        for d in range(0, whole, LANES):
             transpose_strip(pool, at + d * stride + strip, stride, panel, row * PANEL + d, PANEL)
         for d in range(whole, width):
-            source = pool[at + d * stride + strip : at + d * stride + min(strip + _LANES, count)]
+            source = pool[at + d * stride + strip : at + d * stride + min(strip + LANES, count)]
             target = panel[row * PANEL + d :]
             for i in range(source.size):
                 target[i * PANEL] = widen(source[i])
 
 
 # --- pairs of bfloat16 ---
-
-
-@njit
-def _place(k: int, column: int) -> int:
-    """Where a pair of K = k, k + 1 is in the panel."""
-    step = k // STEP
-    return (step * 4 + column // _LANES) * _TILE + (k - step * STEP) // 2 * _LANES + column % _LANES
 
 
 def _pair_keys(
@@ -185,17 +186,17 @@ def _pair_keys(
         at = keys_of(pages, int(table[index]), head) + offset
         column = j - begin
         room = min(size - offset, PANEL - column)
-        if room >= _LANES and column % _LANES == 0:
+        if room >= LANES and column % LANES == 0:
             for d in range(0, depth - 1, STEP):
                 pairs = min(STEP, depth - d) // 2
-                pair_strip(pool, at + d * size, size, pairs, panel, _place(d, column))
+                pair_strip(pool, at + d * size, size, pairs, panel, place_of(d, column))
             if depth % 2 > 0:
-                for i in range(_LANES):
-                    halves[_place(depth - 1, column + i) * 2] = pool[at + (depth - 1) * size + i]
-            j += _LANES
+                for i in range(LANES):
+                    halves[place_of(depth - 1, column + i) * 2] = pool[at + (depth - 1) * size + i]
+            j += LANES
         else:
             for d in range(depth):
-                halves[_place(d, column) * 2 + d % 2] = pool[at + d * size]
+                halves[place_of(d, column) * 2 + d % 2] = pool[at + d * size]
             j += 1
 
 
@@ -211,8 +212,8 @@ def _pair_values(
 ) -> None:
     size, (first, last) = pages.block_size, columns
     j, end = visible
-    _zero_steps(panel, 0, -(-(j - begin) // STEP))
-    _zero_steps(panel, (end - begin) // STEP, -(-(end - begin) // STEP))
+    zero_steps(panel, 0, -(-(j - begin) // STEP))
+    zero_steps(panel, (end - begin) // STEP, -(-(end - begin) // STEP))
     while j < end:
         index = j // size
         offset = j - index * size
@@ -230,13 +231,6 @@ def _pair_values(
 
 
 @njit
-def _zero_steps(panel: NDArray[np.uint32], first: int, last: int) -> None:
-    target = panel[first * _STEP_PAIRS : last * _STEP_PAIRS]
-    for i in range(target.size):
-        target[i] = 0
-
-
-@njit
 def _pair_rows(
     pool: NDArray[np.uint16],
     at: int,
@@ -248,12 +242,12 @@ def _pair_rows(
 ) -> None:
     """Rows of values as K = k, k + 1, ...: all of one step, in pairs, or a single one."""
     halves = panel.view(np.uint16)
-    whole = width - width % _LANES if rows > 1 else 0
-    for column in range(0, whole, _LANES):
-        pair_strip(pool, at + column, stride, rows // 2, panel, _place(k, column))
+    whole = width - width % LANES if rows > 1 else 0
+    for column in range(0, whole, LANES):
+        pair_strip(pool, at + column, stride, rows // 2, panel, place_of(k, column))
     for row in range(rows if whole < width else 0):
         for column in range(whole, width):
-            halves[_place(k + row, column) * 2 + (k + row) % 2] = pool[at + row * stride + column]
+            halves[place_of(k + row, column) * 2 + (k + row) % 2] = pool[at + row * stride + column]
 
 
 @njit
@@ -270,9 +264,9 @@ def _pair_latent(
     halves = panel.view(np.uint16)
     for column in range(width):
         source = pool[at + column * stride : at + column * stride + rows]
-        place = _place(k, column)
+        place = place_of(k, column)
         if rows == 1:
             halves[place * 2 + k % 2] = source[0]
         for pair in range(rows // 2):
             low, high = np.uint32(source[2 * pair]), np.uint32(source[2 * pair + 1])
-            panel[place + pair * _LANES] = low | high << np.uint32(16)
+            panel[place + pair * LANES] = low | high << np.uint32(16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,19 @@ def test_block_bytes_count_keys_and_values_of_all_layers() -> None:
     assert kv.block_bytes == 512
     assert kv.pool.shape == (6, 256), "one more than asked for: the null block"
     assert [(layer.offset, layer.elements) for layer in kv.layers] == [(0, 128), (128, 128)]
+
+
+def test_block_bytes_of_int8_count_factors() -> None:
+    """2 layers x (keys and values x 2 heads x 8 x 1 byte + 2 heads x 2 factors x 4 bytes) x 4."""
+    kv = PagedKvCache(_config(), 5, 4, BF16, CPU, int8=True)
+    assert kv.block_bytes == 2 * (2 * 2 * 8 + 2 * 2 * 4) * 4
+    wide = replace(_config().layers[0].gqa, head_dim=64)
+    config = replace(_config(), layers=(replace(_config().layers[0], attention=wide),) * 2)
+    kv = PagedKvCache(config, 5, 4, BF16, CPU, int8=True)
+    assert kv.block_bytes == 2 * (2 * 2 * 64 + 2 * 2 * 4) * 4
+    assert kv.block_bytes < 0.54 * PagedKvCache(config, 5, 4, BF16, CPU).block_bytes
+    settings = _settings(max_num_seqs=100, memory_fraction=0.5, int8=True)
+    assert choose_num_kv_blocks(config, settings, BF16, kv.block_bytes * 20) == 10
 
 
 def test_pool_is_the_smaller_of_memory_and_need() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from expertmesh.model_config import KvLayout
 from expertmesh_kernels.paged_attention import (
     AttentionOptions,
+    Int8KvLayout,
     KvCache,
     paged_attention,
     paged_attention_reference,
@@ -82,6 +83,7 @@ def make_case(
     softcap: float | None = None,
     *,
     sinks: bool = False,
+    int8: bool = False,
 ) -> Case:
     """Sequences of `LENGTHS` in scattered blocks; table entries after them are out of range."""
     shape = SHAPES[name]
@@ -90,8 +92,7 @@ def make_case(
     num_blocks = [-(-length // block_size) for length in LENGTHS]
     order = rng.permutation(sum(num_blocks) + 3)
     tables = np.full((len(LENGTHS), max(num_blocks)), 2**31 - 1, np.int32)
-    pool = torch.full((len(order), layout.width * block_size + 11), torch.nan, dtype=dtype)
-    cache = KvCache(pool, 7, layout, block_size)
+    cache = poisoned_cache(len(order), layout, block_size, dtype, int8=int8)
     used = 0
     for sequence, length in enumerate(LENGTHS):
         tables[sequence, : num_blocks[sequence]] = order[used : used + num_blocks[sequence]]
@@ -99,7 +100,7 @@ def make_case(
         at = np.arange(length)
         slots = tables[sequence, at // block_size].astype(np.int64) * block_size + at % block_size
         fused = torch.randn(length, layout.width, generator=generator).to(dtype)
-        k_TnD, v_TnD = _heads(fused, layout)
+        k_TnD, v_TnD = heads_of(fused, layout)
         write_kv(k_TnD, v_TnD, cache, slots)
     positions = np.concatenate([np.arange(length) for length in LENGTHS]).astype(np.int32)
     sequences = np.repeat(np.arange(len(LENGTHS)), LENGTHS).astype(np.int32)
@@ -110,7 +111,19 @@ def make_case(
     return Case(q_TnD, cache, tables, sequences, positions, options)
 
 
-def _heads(fused_TW: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
+def poisoned_cache(
+    num_blocks: int, layout: KvLayout, block_size: int, dtype: torch.dtype, *, int8: bool
+) -> KvCache:
+    """Blocks full of NaN; of int8, bytes that are NaN as a factor."""
+    if int8:
+        held = Int8KvLayout(layout.num_heads, layout.key_dim, layout.value_dim)
+        bytes_BW = torch.full((num_blocks, held.width * block_size + 12), -1, dtype=torch.int8)
+        return KvCache(bytes_BW, 8, held, block_size, dtype)
+    pool = torch.full((num_blocks, layout.width * block_size + 11), torch.nan, dtype=dtype)
+    return KvCache(pool, 7, layout, block_size)
+
+
+def heads_of(fused_TW: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     """Keys and values as column slices of one tensor."""
     num_keys = layout.num_heads * layout.key_dim
     k_TnD = fused_TW[:, :num_keys].unflatten(1, (layout.num_heads, layout.key_dim))
@@ -118,7 +131,7 @@ def _heads(fused_TW: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     return k_TnD, v_TnD
 
 
-def _check_reference(case: Case) -> None:
+def check_reference(case: Case) -> None:
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
     limit = tolerance[case.q_TnD.dtype]
     actual = case.run(np.arange(sum(LENGTHS)))
@@ -130,15 +143,15 @@ def _check_reference(case: Case) -> None:
 @pytest.mark.parametrize("name", ["64", "8", "80"])
 def test_matches_the_reference(name: str, dtype: torch.dtype, window: int | None) -> None:
     """With and without a window; NaN elsewhere."""
-    _check_reference(make_case(name, dtype, window))
+    check_reference(make_case(name, dtype, window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_any_shape_with_all_options_matches_the_reference(name: str, dtype: torch.dtype) -> None:
     """Any head count, head size and block size, values narrower or wider than keys, latents."""
-    _check_reference(make_case(name, dtype))
-    _check_reference(make_case(name, dtype, 50, softcap=1.5, sinks=True))
+    check_reference(make_case(name, dtype))
+    check_reference(make_case(name, dtype, 50, softcap=1.5, sinks=True))
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 70])
@@ -169,7 +182,7 @@ def test_block_size_and_place_in_the_pool_change_no_bit(name: str) -> None:
         num_blocks = -(-90 // block_size)
         pool = torch.full((num_blocks, offset + shape.layout.width * block_size), torch.nan)
         cache = KvCache(pool, offset, shape.layout, block_size)
-        write_kv(*_heads(fused_TW, shape.layout), cache, np.arange(90))
+        write_kv(*heads_of(fused_TW, shape.layout), cache, np.arange(90))
         tables = np.arange(num_blocks, dtype=np.int32)[None]
         where = (tables, np.zeros(1, np.int32), np.full(1, 89, np.int32))
         options = AttentionOptions(0.3, shape.value_dim)
@@ -227,7 +240,7 @@ def test_write_matches_the_reference(layout: KvLayout) -> None:
     pools = torch.full((2, 3, layout.width * 4 + 9), 7.0, dtype=torch.bfloat16)
     slots = np.array([11, 0, 5, 6, 3])
     for pool, write in zip(pools, (write_kv, write_kv_reference), strict=True):
-        write(*_heads(fused_TW, layout), KvCache(pool, 4, layout, 4), slots)
+        write(*heads_of(fused_TW, layout), KvCache(pool, 4, layout, 4), slots)
     assert torch.equal(*pools)
     assert int((pools[0] != 7.0).sum()) == 5 * layout.width
 
