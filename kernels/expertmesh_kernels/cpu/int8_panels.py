@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.amx import STEP
+from expertmesh_kernels.cpu.int8_pairs import pair_codes_by_column, pair_codes_by_row
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.pages import (
     Int8Pages,
@@ -109,38 +110,20 @@ def pair_int8_keys(
         block = int(table[index])
         column = j - begin
         room = min(size - offset, PANEL - column)
-        at = scales_at(pages, pages.key_scales_at, block, head) + offset
-        own = scales[at : at + LANES]
+        scale_at = scales_at(pages, pages.key_scales_at, block, head) + offset
         at = keys_of(pages, block, head) + offset
-        if room >= LANES and column % LANES == 0:
-            for d in range(0, pages.key_dim - 1, 2):
-                low = codes[at + d * size : at + d * size + LANES]
-                high = codes[at + (d + 1) * size : at + (d + 1) * size + LANES]
-                place = place_of(d, column)
-                _put_pairs(low, high, own, own, panel[place : place + LANES])
-            count = LANES
-        else:
-            count = 1
+        count = LANES if room >= LANES and column % LANES == 0 else 1
+        for d in range(0, pages.key_dim - 1 if count > 1 else 0, STEP):
+            pairs = min(STEP, pages.key_dim - d) // 2
+            pair_codes_by_column(
+                codes, at + d * size, size, pairs, scales, scale_at, panel, place_of(d, column)
+            )
         odd = 0 if count == 1 else pages.key_dim - pages.key_dim % 2
         for d in range(odd, pages.key_dim):
             for i in range(count):
                 place = place_of(d, column + i)
-                halves[place * 2 + d % 2] = _bits(codes[at + d * size + i], own[i])
+                halves[place * 2 + d % 2] = _bits(codes[at + d * size + i], scales[scale_at + i])
         j += count
-
-
-@njit
-def _put_pairs(
-    low: NDArray[np.int8],
-    high: NDArray[np.int8],
-    low_scales: NDArray[np.float32],
-    high_scales: NDArray[np.float32],
-    pairs: NDArray[np.uint32],
-) -> None:
-    """16 pairs."""
-    for i in range(LANES):
-        upper = _bits(high[i], high_scales[i]) << np.uint32(16)
-        pairs[i] = _bits(low[i], low_scales[i]) | upper
 
 
 def pair_int8_values(
@@ -160,27 +143,22 @@ def pair_int8_values(
     j, end = visible
     zero_steps(panel, 0, -(-(j - begin) // STEP))
     zero_steps(panel, (end - begin) // STEP, -(-(end - begin) // STEP))
-    low_scales, high_scales = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     while j < end:
         index = j // size
         offset = j - index * size
         block = int(table[index])
         k = j - begin
-        is_pair = k % 2 == 0 and j + 1 < end and offset + 1 < size
+        pairs = min(size - offset, end - j, STEP - k % STEP) // 2 if k % 2 == 0 else 0
+        rows = max(2 * pairs, 1)
         scale_at = scales_at(pages, pages.value_scales_at, block, head) + offset
         at = values_of(pages, block, head) + offset * pages.value_dim + first
-        whole = width - width % LANES if is_pair else 0
-        if is_pair:
-            for i in range(LANES):
-                low_scales[i], high_scales[i] = scales[scale_at], scales[scale_at + 1]
+        whole = width - width % LANES if pairs > 0 else 0
         for column in range(0, whole, LANES):
-            low = codes[at + column : at + column + LANES]
-            high_at = at + pages.value_dim + column
-            high = codes[high_at : high_at + LANES]
-            place = place_of(k, column)
-            _put_pairs(low, high, low_scales, high_scales, panel[place : place + LANES])
-        rows = 2 if is_pair else 1
-        for row in range(rows):
+            pair_codes_by_row(
+                codes, at + column, pages.value_dim, pairs, scales, scale_at, panel,
+                place_of(k, column),
+            )  # fmt: skip
+        for row in range(rows if whole < width else 0):
             source, scale = at + row * pages.value_dim, scales[scale_at + row]
             for column in range(whole, width):
                 place = place_of(k + row, column)
