@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertmesh.formats.coded import INT4_ZERO, CodedMatrix, CodeName
+from expertmesh_kernels.cpu.code_vectors import LARGEST_OFFSET
 from expertmesh_kernels.cpu.codes import (
     CODE_BITS,
     HEADER_BYTES,
-    LARGEST_OFFSET,
     OFFSET_BYTES,
     SCALE_BYTES,
     STEP,

@@ -30,8 +30,8 @@ ROWS = 2 * TILE_ROWS
 
 _COLUMN_TILES = 4
 _TILE_BYTES = 1024
-_STEP_BYTES = _COLUMN_TILES * _TILE_BYTES
-_ROW_BYTES = 64
+STEP_BYTES = _COLUMN_TILES * _TILE_BYTES
+ROW_BYTES = 64
 _PREFETCH_BYTES = 8192
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -44,7 +44,7 @@ def tile_configs() -> np.ndarray[Any, np.dtype[np.uint8]]:
     for rows in range(1, ROWS + 1):
         config = configs[rows - 1]
         config[0] = 1  # palette
-        config[16:32].view(np.uint16)[:] = _ROW_BYTES
+        config[16:32].view(np.uint16)[:] = ROW_BYTES
         config[48:56] = _tile_rows(rows)
     return configs
 
@@ -161,17 +161,34 @@ def _emit_product(
 
     Weights are asked for `ahead` bytes before they are read; 0 if they are in the cache.
     """
+    clear_few_rows(builder)
+    with cgutils.for_range(builder, steps) as loop:
+        step = builder.gep(w, [builder.mul(loop.index, _I64(STEP_BYTES))])
+        for line in range(0, STEP_BYTES if ahead else 0, 64):
+            _prefetch(builder, _at(builder, step, ahead + line))
+        few_rows_step(
+            builder, builder.gep(x, [builder.mul(loop.index, _I64(ROW_BYTES))]), stride, step
+        )
+    store_few_rows(builder, acc)
+
+
+def clear_few_rows(builder: Any) -> None:
+    """Emits: the sums of up to 16 rows are 0."""
     for c in range(_COLUMN_TILES):
         _zero(builder, c)
-    with cgutils.for_range(builder, steps) as loop:
-        _load(builder, 4, builder.gep(x, [builder.mul(loop.index, _I64(_ROW_BYTES))]), stride)
-        step = builder.gep(w, [builder.mul(loop.index, _I64(_STEP_BYTES))])
-        for c in range(_COLUMN_TILES):
-            for line in range(0, _TILE_BYTES if ahead else 0, 64):
-                _prefetch(builder, _at(builder, step, ahead + c * _TILE_BYTES + line))
-            tile = 5 + c % 3
-            _load(builder, tile, _at(builder, step, c * _TILE_BYTES), _I64(64))
-            _multiply(builder, c, 4, tile)
+
+
+def few_rows_step(builder: Any, x: Any, stride: Any, step: Any) -> None:
+    """Emits: 32 features of up to 16 rows by one step of weights, added to the sums."""
+    _load(builder, 4, x, stride)
+    for c in range(_COLUMN_TILES):
+        tile = 5 + c % 3
+        _load(builder, tile, _at(builder, step, c * _TILE_BYTES), _I64(64))
+        _multiply(builder, c, 4, tile)
+
+
+def store_few_rows(builder: Any, acc: Any) -> None:
+    """Emits: the sums of up to 16 rows, to rows of 64."""
     for c in range(_COLUMN_TILES):
         _store(builder, c, _at(builder, acc, c * 64), _I64(256))
 
@@ -182,8 +199,8 @@ def _emit_pair(builder: Any, x: Any, stride: Any, w: Any, steps: Any, acc: Any) 
     for c in range(4):
         _zero(builder, c)
     with cgutils.for_range(builder, steps) as loop:
-        rows = builder.gep(x, [builder.mul(loop.index, _I64(_ROW_BYTES))])
-        step = builder.gep(w, [builder.mul(loop.index, _I64(_STEP_BYTES))])
+        rows = builder.gep(x, [builder.mul(loop.index, _I64(ROW_BYTES))])
+        step = builder.gep(w, [builder.mul(loop.index, _I64(STEP_BYTES))])
         _load(builder, 4, rows, stride)
         _load(builder, 5, builder.gep(rows, [below]), stride)
         for c in range(2):

@@ -42,6 +42,7 @@ from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
 from expertmesh_kernels.cpu.pages import Pages, pages_of
 from expertmesh_kernels.cpu.panels import load_keys
+from expertmesh_kernels.cpu.partial import Partial, ceil_panels, clear, keep, merge, new_partial
 from expertmesh_kernels.cpu.primitives import exp
 from expertmesh_kernels.cpu.scores import (
     PART,
@@ -88,16 +89,6 @@ class Shape(NamedTuple):
     """Most parts of a run."""
     is_split: bool
     """A chunk is one part."""
-
-
-class Partial(NamedTuple):
-    """Outputs over some keys, not yet divided, of M query vectors."""
-
-    acc: NDArray[np.float32]
-    """Flat [column panels, M, 64]."""
-    tops_M: NDArray[np.float32]
-    sums_M: NDArray[np.float32]
-    """0: of no key."""
 
 
 @njit
@@ -174,7 +165,7 @@ def attend(
     is_split = num_parts > 1 and num_chunks < _SPLIT_BELOW
     shape = Shape(q_stride, num_heads, value_dim, num_parts, is_split)
     size = max_rows * group
-    partials = _new_partial(num_chunks * num_parts if is_split else 0, size, value_dim)
+    partials = new_partial(num_chunks * num_parts if is_split else 0, size, value_dim)
     where = (block_tables_SB, sequence_of_row_T, positions_T, starts, sinks_n)
     arguments = (arrays, pages, where, scores, shape, size, partials)
     parallel_for(_attend, arguments, num_chunks * num_parts if is_split else num_chunks)
@@ -208,13 +199,6 @@ def _find_runs(
         num_parts = max(num_parts, positions_T[t] // PART - low + 1)
     starts[count] = positions_T.size
     return starts, count, num_parts
-
-
-@njit
-def _new_partial(number: int, size: int, value_dim: int) -> Partial:
-    acc = np.empty(number * _ceil_panels(value_dim) * size * PANEL, np.float32)
-    tops = np.empty(number * size, np.float32)
-    return Partial(acc, tops, np.empty(number * size, np.float32))
 
 
 @njit
@@ -258,14 +242,14 @@ def _attend(
         keys[i] = 0
     raw = scratch_floats(num_queries * room)
     weights = scratch_rows(form, num_queries * room)
-    acc_size = _ceil_panels(shape.value_dim) * num_queries * PANEL
+    acc_size = ceil_panels(shape.value_dim) * num_queries * PANEL
     total = Partial(
         scratch_floats(acc_size), scratch_floats(num_queries), scratch_floats(num_queries)
     )
     part = Partial(
         scratch_floats(acc_size), scratch_floats(num_queries), scratch_floats(num_queries)
     )
-    _clear(total)
+    clear(total)
     table = tables_SB[sequence_of_row_T[t]]
     begin_rows(form, min(num_queries, block_rows(form)))
     for p in range(first_part, end_part):
@@ -287,9 +271,9 @@ def _attend(
             part.acc,
         )  # fmt: skip
         if shape.is_split:
-            _keep(part, partials, chunk, size, num_queries)
+            keep(part, partials, chunk, size, num_queries)
         else:
-            _merge(total, part.acc, part.tops_M, part.sums_M)
+            merge(total, part.acc, part.tops_M, part.sums_M)
     end_rows(form)
     if not shape.is_split:
         _store(total, arrays, where, shape, t, head, group)
@@ -300,18 +284,6 @@ def _panels_at_once(num_queries: int, panel_bytes: int) -> int:
     """Of keys, made ready before they are multiplied: in L1, or in L2 for several row blocks."""
     budget = _FEW_KEY_BYTES if num_queries <= 32 else _MANY_KEY_BYTES
     return max(1, min(PART // PANEL, budget // panel_bytes))
-
-
-@njit
-def _keep(part: Partial, partials: Partial, place: int, size: int, num_queries: int) -> None:
-    """What a chunk computed, to its place among all."""
-    for m in range(num_queries):
-        partials.tops_M[place * size + m] = part.tops_M[m]
-        partials.sums_M[place * size + m] = part.sums_M[m]
-    room = partials.acc.size // partials.tops_M.size * size
-    target = partials.acc[place * room : place * room + part.acc.size]
-    for i in range(target.size):
-        target[i] = part.acc[i]
 
 
 @njit
@@ -334,59 +306,20 @@ def _finish(
     low = max(first + 1 - scores.window, 0)
     num_queries = rows * group
     total = Partial(
-        scratch_floats(_ceil_panels(shape.value_dim) * num_queries * PANEL),
+        scratch_floats(ceil_panels(shape.value_dim) * num_queries * PANEL),
         scratch_floats(num_queries), scratch_floats(num_queries),
     )  # fmt: skip
-    _clear(total)
+    clear(total)
     room = partials.acc.size // partials.tops_M.size * size
     for p in range((first + rows - 1) // PART + 1 - low // PART):
         place = task * shape.num_parts + p
-        _merge(
+        merge(
             total,
             partials.acc[place * room : place * room + total.acc.size],
             partials.tops_M[place * size : place * size + num_queries],
             partials.sums_M[place * size : place * size + num_queries],
         )
     _store(total, arrays, where, shape, t, head, group)
-
-
-@njit
-def _ceil_panels(value_dim: int) -> int:
-    return -(-value_dim // PANEL)
-
-
-@njit
-def _clear(total: Partial) -> None:
-    """Of no keys."""
-    for i in range(total.acc.size):
-        total.acc[i] = np.float32(0.0)
-    for m in range(total.tops_M.size):
-        total.tops_M[m] = np.float32(-np.inf)
-        total.sums_M[m] = np.float32(0.0)
-
-
-@njit
-def _merge(
-    total: Partial,
-    acc: NDArray[np.float32],
-    tops_M: NDArray[np.float32],
-    sums_M: NDArray[np.float32],
-) -> None:
-    """Take in another part; a query that sees no key of it stays as it is."""
-    num_queries = tops_M.size
-    for m in range(num_queries):
-        if sums_M[m] == np.float32(0.0):
-            continue
-        top = max(total.tops_M[m], tops_M[m])
-        own, other = np.float32(0.0), np.float32(1.0)
-        if total.sums_M[m] != np.float32(0.0):
-            own, other = exp(total.tops_M[m] - top), exp(tops_M[m] - top)
-        total.tops_M[m] = top
-        total.sums_M[m] = total.sums_M[m] * own + sums_M[m] * other
-        for at in range(m * PANEL, acc.size, num_queries * PANEL):
-            target, source = total.acc[at : at + PANEL], acc[at : at + PANEL]
-            for c in range(PANEL):
-                target[c] = target[c] * own + source[c] * other
 
 
 @njit

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from expertmesh.formats.coded import CodeName
 from expertmesh_kernels.cpu import amx
+from expertmesh_kernels.cpu.coded_tiles import few_coded
 from expertmesh_kernels.cpu.codes import (
     CODE_BITS,
     HEADER_BYTES,
@@ -115,11 +116,11 @@ def multiply_coded(panels: Any) -> Any:
             end = min(first + group, depth)
             for start in range(first, end, SLICE):
                 steps = min(SLICE, end - start) // _STEP
-                decode(panels, group_at, codes_at, steps, weights)
-                codes_at += steps * _STEP * PANEL * bits // 8
                 multiply_slice(
-                    x, x_at + start, x_stride, rows, weights, steps, partial, panels, group_at, acc
-                )
+                    x, x_at + start, x_stride, rows, panels, group_at, codes_at, steps, weights,
+                    partial, acc,
+                )  # fmt: skip
+                codes_at += steps * _STEP * PANEL * bits // 8
 
     return multiply
 
@@ -130,14 +131,20 @@ def _slice_on_tiles(
     x_at: int,
     x_stride: int,
     rows: int,
-    weights: NDArray[np.uint32],
-    steps: int,
-    partial: NDArray[np.float32],
     panels: NDArray[np.void],
     group_at: int,
+    codes_at: int,
+    steps: int,
+    weights: NDArray[np.uint32],
+    partial: NDArray[np.float32],
     acc: NDArray[np.float32],
 ) -> None:
     """acc += scale * (rows times decoded features), 32 rows at a time."""
+    if rows <= _TILE_ROWS:
+        few_coded(x, x_at, x_stride, panels, group_at, codes_at, steps, weights, partial)
+        add_scaled(panels, group_at, partial, rows, acc, 0)
+        return
+    decode(panels, group_at, codes_at, steps, weights)
     most = min(rows, _AMX_ROWS)
     for row in range(0, rows, _AMX_ROWS):
         count = min(_AMX_ROWS, rows - row)
@@ -159,14 +166,16 @@ def _slice_in_chains(
     x_at: int,
     x_stride: int,
     rows: int,
-    weights: NDArray[np.float32],
-    steps: int,
-    partial: NDArray[np.float32],
     panels: NDArray[np.void],
     group_at: int,
+    codes_at: int,
+    steps: int,
+    weights: NDArray[np.float32],
+    partial: NDArray[np.float32],
     acc: NDArray[np.float32],
 ) -> None:
     """The same with chains over the features of the slice, 6 rows at a time."""
+    decode(panels, group_at, codes_at, steps, weights)
     for row in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - row)
         clear(partial, count * PANEL)
