@@ -8,13 +8,13 @@ comes of it, whatever the reason, kernels are compiled by whoever needs them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from expertmesh.errors import StartupError
+from expertmesh.file_lock import try_lock
 from expertmesh.processes import Child, spawn_module
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,9 @@ class CompileProcess:
             OSError: There is no such lock here, or it took too long.
         """
         with (self._folder / f"{self._module}.lock").open("w") as file:
-            has_waited = not _try_lock(file.fileno())
+            has_waited = not try_lock(file.fileno())
             if has_waited:
-                self._wait_for("another process compiles kernels", lambda: _try_lock(file.fileno()))
+                self._wait_for("another process compiles kernels", lambda: try_lock(file.fileno()))
             yield has_waited
 
     def _compile(self) -> None:
@@ -112,14 +112,6 @@ class CompileProcess:
 
     def _num_kernels(self) -> int:
         return sum(1 for _ in self._folder.rglob("*.nbc"))
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _check(child: Child) -> None:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from expertmesh.errors import CheckpointError, SettingsError, StartupError
+from expertmesh.file_lock import exclusive, sync_folder, write_atomically
 from expertmesh.json_file import read_json_object
 from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.config_json import encode
-from expertmesh.model_tools.file_lock import exclusive, sync_folder, write_atomically
 from expertmesh.model_tools.progress import Progress
 from expertmesh.model_tools.upcycling import OutputTensor
 from expertmesh.safetensors_file import DTYPE_NAMES, STORAGE

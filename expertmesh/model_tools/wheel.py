@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertmesh.errors import StartupError
-from expertmesh.model_tools.file_lock import exclusive, sync_folder
+from expertmesh.file_lock import exclusive, sync_folder
 from expertmesh.model_tools.progress import Progress
 
 DOWNLOAD_TIMEOUT_S = 1500.0

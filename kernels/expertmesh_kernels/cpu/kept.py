@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+from expertmesh.errors import StartupError
+from expertmesh.file_lock import exclusive
+
 logger = logging.getLogger(__name__)
+
+_LOCK_NAME = "saving.lock"
+_LOCK_TIMEOUT_S = 10.0
 
 Fetch = Callable[[], bool]
 """Gets kernels from elsewhere onto the disk; True if it is worth looking there again."""
@@ -15,6 +22,7 @@ Fetch = Callable[[], bool]
 class NumbaCache(Protocol):
     """What is used of a kernel's cache, which has no public name."""
 
+    cache_path: str
     load_overload: Callable[[object, object], object]
     save_overload: Callable[[object, object], None]
 
@@ -38,6 +46,8 @@ class KeptKernels:
         """Counts what a kernel's cache does, and fetches what it misses.
 
         A full disk costs the next start its kernels, and nothing now: Numba would not compile.
+        One process saves at a time: of two that save a function for different types, both would
+        choose the same file, and the next start would take one kernel for the other.
         """
         load, save = cache.load_overload, cache.save_overload
 
@@ -51,8 +61,9 @@ class KeptKernels:
         def save_if_possible(signature: object, compiled: object) -> None:
             self.num_compiled += 1
             try:
-                save(signature, compiled)
-            except OSError as error:
+                with exclusive(Path(cache.cache_path) / _LOCK_NAME, _LOCK_TIMEOUT_S):
+                    save(signature, compiled)
+            except (OSError, StartupError) as error:
                 logger.warning("a compiled kernel cannot be kept for the next start: %s", error)
 
         cache.load_overload = load_or_fetch

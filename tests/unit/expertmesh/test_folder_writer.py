@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from expertmesh.errors import SettingsError, StartupError
+from expertmesh.file_lock import exclusive, write_atomically
 from expertmesh.host_tensor import Array
-from expertmesh.model_tools.file_lock import exclusive, write_atomically
 from expertmesh.model_tools.folder_writer import ModelContents, is_complete, write_model_folder
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.upcycling import OutputTensor

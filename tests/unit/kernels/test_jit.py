@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
+from expertmesh.file_lock import exclusive
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.kept import KEPT
 
@@ -30,6 +36,54 @@ def test_a_full_disk_does_not_keep_a_kernel_from_running(
     with caplog.at_level(logging.WARNING):
         assert compiled(21) == 42
     assert "No space left on device" in caplog.text
+
+
+def test_two_processes_do_not_save_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one saves, another waits; else both would choose the same file."""
+    compiled = njit(double)
+    cache = compiled._cache  # type: ignore[attr-defined]
+    saved = threading.Event()
+    monkeypatch.setattr(cache, "_load_overload", lambda *_: None)
+    monkeypatch.setattr(cache, "_save_overload", lambda *_: saved.set())
+    caller = threading.Thread(target=compiled, args=(21,), name="compiles")
+    with exclusive(Path(cache.cache_path) / "saving.lock"):
+        caller.start()
+        assert not saved.wait(2.0)
+    caller.join(20.0)
+    assert saved.is_set()
+
+
+DOUBLE_ALL = """
+import sys
+import numpy as np
+from expertmesh_kernels.cpu.jit import njit
+from expertmesh_kernels.cpu.kept import KEPT
+from tests.unit.kernels.test_jit import double
+
+compiled = njit(double)
+sys.stdin.readline()
+for dtype in sys.argv[1:]:
+    number = np.dtype(dtype).type(2.5)
+    assert compiled(number) == 2 * number, dtype
+print(KEPT.num_compiled)
+"""
+
+
+def test_types_that_two_processes_compile_at_once_are_told_apart(tmp_path: Path) -> None:
+    """Each finds its own kernel afterwards, however their saving met."""
+
+    def start(*dtypes: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", DOUBLE_ALL, *dtypes]
+        env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+
+    both = [start("float32", "int64"), start("float64", "uint64")]
+    for process in both:
+        process.communicate(b"\n", timeout=120)
+        assert process.returncode == 0
+    again = start("float32", "int64", "float64", "uint64")
+    assert again.communicate(b"\n", timeout=120)[0] == b"0\n"
+    assert again.returncode == 0
 
 
 def test_a_missing_kernel_is_asked_for_until_there_is_no_more_hope(

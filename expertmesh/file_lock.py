@@ -13,7 +13,7 @@ from expertmesh.errors import StartupError
 
 LOCK_TIMEOUT_S = 1800.0
 """Longer than a slow download and build by another process."""
-_POLL_S = 0.2
+_POLL_S = 0.05
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def exclusive(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with path.open("a") as file:
-        while not _try_lock(file.fileno()):
+        while not try_lock(file.fileno()):
             if time.monotonic() > deadline:
                 raise StartupError(
                     f"{path}: another process has held this lock for {timeout_s:.0f} s",
@@ -36,7 +36,8 @@ def exclusive(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         yield
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Locks an open file if nobody else has; the system frees it with the descriptor."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
