@@ -40,7 +40,7 @@ from expertmesh_kernels.cpu.block import (
 )
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
-from expertmesh_kernels.cpu.pages import Pages, pages_of
+from expertmesh_kernels.cpu.pages import Pages, pages_of, prefetch_part
 from expertmesh_kernels.cpu.panels import load_keys
 from expertmesh_kernels.cpu.partial import Partial, ceil_panels, clear, keep, merge, new_partial
 from expertmesh_kernels.cpu.primitives import exp
@@ -256,6 +256,7 @@ def _attend(
         begin = max(p * PART, low // PANEL * PANEL)
         stop = min(p * PART + PART, end)
         span = Span(first, group, begin, stop, scores.window)
+        prefetch_part(pool, pages, head, table, begin, stop)
         for at in range(begin, stop, at_once * PANEL):
             num_panels = min(at_once, -(-(stop - at) // PANEL))
             for panel in range(num_panels):

@@ -17,6 +17,9 @@ from expertmesh_kernels.cpu.jit import intrinsic, njit
 types: Any = untyped_types
 cgutils: Any = untyped_cgutils
 
+_ADDRESS = ir.IntType(8).as_pointer()
+_LINE = 64  # bytes of a cache line
+
 
 def _pointer_typing(_context: Any, _address: Any, like: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -36,9 +39,30 @@ def _copy_typing(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64), codegen
 
 
+def _prefetch_typing(_context: Any, array: Any, _at: Any, _count: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), _ADDRESS)
+        size = builder.mul(args[2], args[2].type(context.get_abi_sizeof(data.type.pointee)))
+        lines = builder.udiv(builder.add(size, size.type(_LINE - 1)), size.type(_LINE))
+        kind = ir.FunctionType(ir.VoidType(), [_ADDRESS] + [ir.IntType(32)] * 3)
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        flags = [ir.IntType(32)(flag) for flag in (0, 2, 1)]  # for reading, into L2, data
+        with cgutils.for_range(builder, lines) as loop:
+            line = builder.gep(address, [builder.mul(loop.index, loop.index.type(_LINE))])
+            builder.call(prefetch, [line, *flags])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), codegen
+
+
 _pointer = cast(Callable[..., Any], intrinsic(_pointer_typing))
 copy_bytes = cast(Callable[[int, int, int], int], intrinsic(_copy_typing))
 """(target, source, count): copies memory, which may overlap and need not be aligned."""
+
+
+prefetch = cast(Callable[[NDArray[Any], int, int], None], intrinsic(_prefetch_typing))
+"""(array, at, count): asks for the elements at .. at + count, which then come into L2."""
 
 
 @njit

@@ -19,7 +19,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import chosen_by_types, njit
-from expertmesh_kernels.cpu.memory import FLOATS, array_at
+from expertmesh_kernels.cpu.memory import FLOATS, array_at, prefetch
 from expertmesh_kernels.cpu.primitives import widen
 
 
@@ -179,6 +179,26 @@ def keys_of(pages: Pages | Int8Pages, block: int, head: int) -> int:
 @njit
 def values_of(pages: Pages | Int8Pages, block: int, head: int) -> int:
     return block * pages.block_stride + pages.values_at + head * pages.value_dim * pages.block_size
+
+
+@njit
+def prefetch_part(
+    pool: NDArray[np.generic],
+    pages: Pages | Int8Pages,
+    head: int,
+    table: NDArray[np.int32],
+    begin: int,
+    end: int,
+) -> None:
+    """Ask for the blocks of a head that hold tokens begin .. end, all at once.
+
+    They lie here and there, so that reading them one after the other waits for each.
+    """
+    size = pages.block_size
+    for index in range(begin // size, -(-end // size)):
+        block = int(table[index])
+        prefetch(pool, keys_of(pages, block, head), pages.key_dim * size)
+        prefetch(pool, values_of(pages, block, head), pages.value_dim * size)
 
 
 # --- int8 ---
