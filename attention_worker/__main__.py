@@ -41,7 +41,7 @@ def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     configure_logging(settings.log, "attention worker")
     share = settle(settings.threads, settings.cores)
     # Numba and torch come now, after settings were checked.
-    from expertmesh_kernels.compile_elsewhere import compile_elsewhere, log_kernels
+    from expertmesh_kernels.compile_elsewhere import compile_elsewhere, end_of_start
 
     if settings.device == "cpu":
         arguments = ["--settings", settings.to_json()]
@@ -49,7 +49,7 @@ def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     from attention_worker.worker import build_worker
 
     worker = build_worker(settings)
-    log_kernels()
+    end_of_start()
     stopping.orderly()
     worker.server.start()
     description = worker.description

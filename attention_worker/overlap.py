@@ -143,6 +143,17 @@ class Splitter(Protocol):
         ...
 
 
+class NeverSplit:
+    """For expert workers on the cores of the attention worker: there is nothing to hide behind."""
+
+    def should_split(self, num_rows: int) -> bool:
+        """False."""
+        return False
+
+    def see(self, time: StepTime) -> None:
+        """Learns nothing."""
+
+
 class SplitByTimes:
     """Splits steps while measured times say that it pays.
 

@@ -22,6 +22,7 @@ from attention_worker.membership import MapUser, NoMapUser
 from attention_worker.model import Model
 from attention_worker.model_runner import ModelRunner, RunnerLimits
 from attention_worker.model_states.paged_kv import PagedKvState
+from attention_worker.overlap import NeverSplit, SplitByTimes
 from attention_worker.server import AttentionServer, AttentionServicer
 from attention_worker.warm_up import ZeroExperts, warm_up
 from expert_worker.store import ExpertStore
@@ -75,7 +76,8 @@ def build_worker(settings: AttentionWorkerSettings) -> AttentionWorker:
     grammars = GrammarMasker(checkpoint.tokenizer_path, config.eos_token_ids, config.vocab_size)
     grammars.prepare()
     state = PagedKvState(kv, pool.max_num_seqs, pool.max_model_len)
-    runner = ModelRunner(model, loaded.experts, state, _limits(settings), grammars)
+    splitter = SplitByTimes() if settings.overlap else NeverSplit()
+    runner = ModelRunner(model, loaded.experts, state, _limits(settings), grammars, splitter)
     description = _description(settings, checkpoint, runner, _dtype_name(settings, config))
     description.numerics_fingerprint = loaded.fingerprint
     servicer = AttentionServicer(description, runner, loaded.map_user)
@@ -102,11 +104,11 @@ def load_and_warm_up(settings: AttentionWorkerSettings, checkpoint: Checkpoint) 
     Raises:
         StartupError: See `build_worker`.
     """
+    config = checkpoint.config
+    check_kv_cache(settings, config)  # refused before anything is compiled
+    dtype_name = _dtype_name(settings, config)
     torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
     start_team(threads_of_environment() or 1)
-    config = checkpoint.config
-    check_kv_cache(settings, config)
-    dtype_name = _dtype_name(settings, config)
     dtype, device = TORCH_DTYPES[dtype_name], find_device(settings.device)
     pool = _kv_pool_settings(settings, _max_model_len(settings, config))
     weight_bytes = _weight_bytes(settings, checkpoint, dtype_name)

@@ -79,7 +79,7 @@ def _serve(
     checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
     parse_experts(settings.experts, checkpoint.config.num_experts)  # refused at once if wrong
     # Numba and torch come now, after settings were checked.
-    from expertmesh_kernels.compile_elsewhere import compile_elsewhere, log_kernels
+    from expertmesh_kernels.compile_elsewhere import compile_elsewhere, end_of_start
 
     if settings.device == "cpu":
         compile_elsewhere("expert_worker.compile", argv, lambda: stopping.made)
@@ -90,7 +90,7 @@ def _serve(
     stopping.orderly()
     try:
         if worker.load(stopping):
-            log_kernels()
+            end_of_start()
             announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})
             with QuietGc(lambda: worker.server.state.load().calls):
                 stopping.wait(exit_guard_s=settings.drain_grace_s + _ENDING_S)

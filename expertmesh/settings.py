@@ -201,6 +201,9 @@ class MeshSettings(Settings):
     those of float32, int8 with a scale per row halves or quarters them at the cost of accuracy."""
     threads: int | None = None
     """Most threads of a worker's kernels; by default one for each core of its share."""
+    overlap: bool = True
+    """A step may be computed as two micro-batches in turn, while measured times say that it pays;
+    `serve` does without for expert workers of its own, which compute on the same cores."""
     pin_cores: bool = True
     """Workers of one kind stay on cores of their own, so that they never wait for each other's
     threads; not done where a cgroup limits the time of the cores."""
@@ -322,6 +325,8 @@ class AttentionWorkerSettings(Settings):
     """Experts are loaded into this process; no expert worker is called."""
     wire_dtype: WireDtype = "auto"
     """How hidden states travel to expert workers; see `MeshSettings`."""
+    overlap: bool = True
+    """A step may be two micro-batches in turn; see `MeshSettings`."""
     threads: int | None = None
     """Threads of the kernels; by default one for each core that the process may use."""
     cores: str = ""

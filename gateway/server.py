@@ -264,6 +264,7 @@ class Gateway:
             max_model_len=self._settings.model.max_model_len,
             colocated=self._colocated(checkpoint),
             wire_dtype=self._settings.mesh.wire_dtype,
+            overlap=self._settings.mesh.overlap,
             engine=self._settings.engine,
             log=self._settings.log,
         )

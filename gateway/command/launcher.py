@@ -127,7 +127,11 @@ class LocalMesh:
         ports = [stack.enter_context(reserve_port(WORKER_HOST)) for _ in range(count)]
         addresses = ",".join(f"{WORKER_HOST}:{port}" for port in ports)
         experts = settings.mesh.experts if num_pairs else "local"
-        mesh = dataclasses.replace(settings.mesh, experts=addresses or experts)
+        mesh = dataclasses.replace(
+            settings.mesh,
+            experts=addresses or experts,
+            overlap=settings.mesh.overlap and not addresses,
+        )
         settings = dataclasses.replace(settings, mesh=mesh)
         workers = _expert_workers(settings, ports)
         members = (_gateway(settings, ApiKeys.of(keys)), *workers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from expertmesh.compile_process import CompileProcess
-from expertmesh_kernels.cpu.kept import KEPT
+from expertmesh_kernels.cpu.kept import KEPT, from_nowhere
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ def compile_elsewhere(
     KEPT.fetch = CompileProcess(module, arguments, folder, is_stopping).fetch
 
 
-def log_kernels() -> None:
-    """Tells how this process came by its kernels."""
+def end_of_start() -> None:
+    """Tells how this process came by its kernels; one that is missing later is compiled here.
+
+    Another process would take longer than that, and know only what a start needs.
+    """
+    KEPT.fetch = from_nowhere
     logger.debug("kernels: %d from disk, %d compiled here", KEPT.num_loaded, KEPT.num_compiled)

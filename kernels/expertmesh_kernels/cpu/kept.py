@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -40,7 +41,9 @@ class KeptKernels:
     def __init__(self) -> None:
         self.num_loaded = 0
         self.num_compiled = 0
-        self.fetch: Fetch = _from_nowhere
+        self.fetch: Fetch = from_nowhere
+        self._is_keeping = True
+        self._is_locking = True
 
     def watch(self, cache: NumbaCache) -> None:
         """Counts what a kernel's cache does, and fetches what it misses.
@@ -60,17 +63,34 @@ class KeptKernels:
 
         def save_if_possible(signature: object, compiled: object) -> None:
             self.num_compiled += 1
-            try:
-                with exclusive(Path(cache.cache_path) / _LOCK_NAME, _LOCK_TIMEOUT_S):
-                    save(signature, compiled)
-            except (OSError, StartupError) as error:
-                logger.warning("a compiled kernel cannot be kept for the next start: %s", error)
+            if self._is_keeping:
+                try:
+                    with self._alone(Path(cache.cache_path)):
+                        save(signature, compiled)
+                except OSError as error:
+                    logger.warning("a compiled kernel cannot be kept for the next start: %s", error)
 
         cache.load_overload = load_or_fetch
         cache.save_overload = save_if_possible
 
+    @contextmanager
+    def _alone(self, folder: Path) -> Iterator[None]:
+        """While no other process saves; without that where a file system has no locks."""
+        with ExitStack() as held:
+            if self._is_locking:
+                try:
+                    held.enter_context(exclusive(folder / _LOCK_NAME, _LOCK_TIMEOUT_S))
+                except StartupError as error:
+                    self._is_keeping = False
+                    raise OSError(f"{error}; nor are those that follow") from error
+                except OSError as error:
+                    self._is_locking = False
+                    logger.warning("kernels are saved without a lock: %s", error)
+            yield
 
-def _from_nowhere() -> bool:
+
+def from_nowhere() -> bool:
+    """Nothing was fetched."""
     return False
 
 

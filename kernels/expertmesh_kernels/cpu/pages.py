@@ -194,11 +194,21 @@ def prefetch_part(
 
     They lie here and there, so that reading them one after the other waits for each.
     """
-    size = pages.block_size
+    stored, size = stored_elements(pool, pages), pages.block_size
     for index in range(begin // size, -(-end // size)):
         block = int(table[index])
-        prefetch(pool, keys_of(pages, block, head), pages.key_dim * size)
-        prefetch(pool, values_of(pages, block, head), pages.value_dim * size)
+        prefetch(stored, keys_of(pages, block, head), pages.key_dim * size)
+        prefetch(stored, values_of(pages, block, head), pages.value_dim * size)
+
+
+def stored_elements(pool: NDArray[np.generic], pages: Pages | Int8Pages) -> NDArray[np.generic]:
+    """The pool as the elements in which `pages` counts; chosen when a kernel is compiled."""
+    raise NotImplementedError
+
+
+@chosen_by_types(stored_elements)
+def _stored_elements(pool: Any, pages: Any) -> Any:
+    return (lambda pool, pages: codes_of(pages)) if is_int8(pages) else lambda pool, pages: pool
 
 
 # --- int8 ---

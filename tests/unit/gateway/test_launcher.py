@@ -66,6 +66,7 @@ def test_plan_starts_expert_workers() -> None:
     assert [m.restarts for m in mesh.members] == [False, True, True]
     assert len(mesh.settings.mesh.addresses) == 2
     assert mesh.num_pairs == 24
+    assert not mesh.settings.mesh.overlap  # they compute on the attention worker's cores
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,7 @@ def test_plan_without_expert_workers(num_experts: int, given: str, expected: str
 
     assert [member.name for member in mesh.members] == ["gateway"]
     assert mesh.settings.mesh.experts == expected
+    assert mesh.settings.mesh.overlap
 
 
 def test_more_expert_workers_than_experts() -> None:
