@@ -22,6 +22,7 @@ def _run(
 
 
 def test_silu_of_panels_has_the_bits_of_the_loop() -> None:
+    """For ordinary sums and the limits of FP32; nothing beside its rows is written."""
     rng = np.random.default_rng(0)
     rows = 33
     sums = (rng.standard_normal((rows, PANEL)) * np.logspace(-20, 4, rows)[:, None]).astype("f4")

@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from expertmesh.file_lock import exclusive
+from expertmesh_kernels.cpu import kept
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.kept import KEPT
 
@@ -39,18 +42,33 @@ def test_a_full_disk_does_not_keep_a_kernel_from_running(
 
 
 def test_two_processes_do_not_save_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one saves, another waits; else both would choose the same file."""
+    """Who saves asks for the folder's lock, and has it meanwhile; else both would choose the same
+    file."""
     compiled = njit(double)
     cache = compiled._cache  # type: ignore[attr-defined]
-    saved = threading.Event()
+    lock = Path(cache.cache_path) / "saving.lock"
+    arrived = threading.Event()
+    events: list[str] = []
+
+    @contextmanager
+    def recorded(path: Path, timeout_s: float) -> Iterator[None]:
+        assert path == lock
+        arrived.set()
+        with exclusive(path, timeout_s):
+            events.append("locked")
+            yield
+            events.append("done")
+
+    monkeypatch.setattr(kept, "exclusive", recorded)
     monkeypatch.setattr(cache, "_load_overload", lambda *_: None)
-    monkeypatch.setattr(cache, "_save_overload", lambda *_: saved.set())
+    monkeypatch.setattr(cache, "_save_overload", lambda *_: events.append("saved"))
     caller = threading.Thread(target=compiled, args=(21,), name="compiles")
-    with exclusive(Path(cache.cache_path) / "saving.lock"):
+    with exclusive(lock):
         caller.start()
-        assert not saved.wait(2.0)
-    caller.join(20.0)
-    assert saved.is_set()
+        assert arrived.wait(120.0)
+        assert events == []
+    caller.join(120.0)
+    assert events == ["locked", "saved", "done"]
 
 
 DOUBLE_ALL = """
@@ -61,6 +79,7 @@ from expertmesh_kernels.cpu.kept import KEPT
 from tests.unit.kernels.test_jit import double
 
 compiled = njit(double)
+print("ready", flush=True)
 sys.stdin.readline()
 for dtype in sys.argv[1:]:
     number = np.dtype(dtype).type(2.5)
@@ -77,13 +96,21 @@ def test_types_that_two_processes_compile_at_once_are_told_apart(tmp_path: Path)
         env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
 
-    both = [start("float32", "int64"), start("float64", "uint64")]
-    for process in both:
-        process.communicate(b"\n", timeout=120)
-        assert process.returncode == 0
+    def compile_at_once(*processes: subprocess.Popen[bytes]) -> list[bytes]:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        printed = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(processes)
+        return printed
+
+    compile_at_once(start("float32", "int64"), start("float64", "uint64"))
     again = start("float32", "int64", "float64", "uint64")
-    assert again.communicate(b"\n", timeout=120)[0] == b"0\n"
-    assert again.returncode == 0
+    assert compile_at_once(again) == [b"0\n"]
 
 
 def test_a_missing_kernel_is_asked_for_until_there_is_no_more_hope(
