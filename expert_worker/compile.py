@@ -6,18 +6,14 @@ the arguments of `python -m expert_worker`.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 
 from expert_worker.__main__ import parse_settings
 from expertmesh.checkpoint import Checkpoint
-from expertmesh.cores import settle
-from expertmesh.errors import StartupError
-from expertmesh.logs import configure_logging
+from expertmesh.compile_process import run_compiler
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model
-from expertmesh.processes import announce_failure, watch_lifeline
 from expertmesh.settings import ExpertWorkerSettings, data_home
 from expertmesh.stand_in import StandIn
 from expertmesh.stop_request import StopRequest
@@ -27,23 +23,24 @@ _HOST = "127.0.0.1"
 
 def main(argv: list[str]) -> int:
     """Compiles; returns the exit code."""
-    watch_lifeline(lambda: os._exit(0))
-    try:
-        settings, _ = parse_settings(argv)
-        _compile(settings)
-    except StartupError as error:
-        announce_failure(error)
-        return error.exit_code
-    return 0
+    return run_compiler(lambda: parse_settings(argv)[0], _compile)
 
 
 def _compile(settings: ExpertWorkerSettings) -> None:
-    configure_logging(replace(settings.log, log_level="warning"), "compiler")
-    settle(settings.threads, settings.cores)
+    original = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
+    compile_kernels(settings, StandIn(original))
+
+
+def compile_kernels(settings: ExpertWorkerSettings, checkpoint: Checkpoint) -> None:
+    """Runs every kernel once, with one expert.
+
+    Args:
+        settings: Of the worker.
+        checkpoint: What it serves, or what stands in for it.
+    """
     from expert_worker.worker import ExpertWorker  # torch
 
-    original = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
-    worker = ExpertWorker(_alone(settings), StandIn(original))
+    worker = ExpertWorker(_alone(settings), checkpoint)
     worker.load(StopRequest())
     worker.stop()
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
+from expertmesh.cores import settle
 from expertmesh.errors import StartupError
 from expertmesh.file_lock import try_lock
-from expertmesh.processes import Child, spawn_module
+from expertmesh.logs import configure_logging
+from expertmesh.processes import Child, announce_failure, spawn_module, watch_lifeline
+from expertmesh.settings import AttentionWorkerSettings, ExpertWorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +30,8 @@ DEADLINE_S = 200.0
 _LOOK_S = 0.2
 _REPORT_S = 10.0
 _NAME = "the process that compiles kernels"
+
+WorkerSettings = TypeVar("WorkerSettings", AttentionWorkerSettings, ExpertWorkerSettings)
 
 
 class CompileProcess:
@@ -119,3 +127,27 @@ def _check(child: Child) -> None:
     if child.exit_code:
         child.wait_ready(1.0)
         raise StartupError(f"{_NAME} {child.describe_exit()}")
+
+
+def run_compiler(
+    read: Callable[[], WorkerSettings], compile_for: Callable[[WorkerSettings], None]
+) -> int:
+    """All that the child does; the parent is told what goes wrong.
+
+    Args:
+        read: Gives the settings of the worker.
+        compile_for: Compiles its kernels; called with its cores and threads settled.
+
+    Returns:
+        The exit code.
+    """
+    watch_lifeline(lambda: os._exit(0))
+    try:
+        settings = read()
+        configure_logging(replace(settings.log, log_level="warning"), "compiler")
+        settle(settings.threads, settings.cores)
+        compile_for(settings)
+    except StartupError as error:
+        announce_failure(error)
+        return error.exit_code
+    return 0

@@ -9,22 +9,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from numba.core.caching import FunctionCache
 
+from attention_worker import compile as attention_compile
+from expert_worker import compile as expert_compile
 from expertmesh.checkpoint import Checkpoint
-from expertmesh.settings import (
-    AttentionWorkerSettings,
-    EngineSettings,
-    ExpertWorkerSettings,
-)
+from expertmesh.settings import AttentionWorkerSettings, ExpertWorkerSettings
 from expertmesh.stand_in import StandIn
-from expertmesh.stop_request import StopRequest
 from tests.support.processes import ROOT, environment
-
-if TYPE_CHECKING:
-    from expertmesh.settings import Dtype
 
 _TIMEOUT_S = 250.0
 
@@ -43,34 +36,20 @@ def kernels_used(kind: str, model: Path, dtype: str = "auto") -> set[str]:
     raise AssertionError(f"a second start compiles {num_compiled} kernels")
 
 
-def _start(kind: str, model: Path, dtype: Dtype) -> None:
+def _start(kind: str, model: Path, dtype: str) -> None:
     checkpoint = Checkpoint.open(model)
     if kind.startswith("small-"):
         checkpoint = StandIn(checkpoint)
     if kind.endswith("expert"):
-        _start_expert_worker(checkpoint, dtype)
+        expert = ExpertWorkerSettings.from_dict({"dtype": dtype})
+        expert_compile.compile_kernels(expert, checkpoint)
         return
-    from attention_worker.worker import load_and_warm_up
-
-    settings = AttentionWorkerSettings(
-        dtype=dtype,
-        max_model_len=64,
-        colocated=kind.endswith("colocated"),
-        engine=EngineSettings(max_num_seqs=2, kv_cache_tokens=1024),
-    )
-    load_and_warm_up(settings, checkpoint).experts.close()
+    colocated = kind.endswith("colocated")
+    attention = AttentionWorkerSettings.from_dict({"dtype": dtype, "colocated": colocated})
+    attention_compile.compile_kernels(attention, checkpoint)
 
 
-def _start_expert_worker(checkpoint: Checkpoint, dtype: Dtype) -> None:
-    from expert_worker.worker import ExpertWorker
-
-    settings = ExpertWorkerSettings(port=0, dtype=dtype, experts="0", drain_grace_s=0.0)
-    worker = ExpertWorker(settings, checkpoint)
-    worker.load(StopRequest())
-    worker.stop()
-
-
-def main(kind: str, model: Path, dtype: Dtype) -> None:
+def main(kind: str, model: Path, dtype: str) -> None:
     """Starts, and prints."""
     kernels: set[str] = set()
     load = FunctionCache.load_overload
@@ -87,4 +66,4 @@ def main(kind: str, model: Path, dtype: Dtype) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])  # type: ignore[arg-type]
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
