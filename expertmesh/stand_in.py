@@ -36,10 +36,11 @@ class StandIn(Checkpoint):
     """
 
     def __init__(self, original: Checkpoint) -> None:
-        config, self._originals = _smaller(original.config)
+        config, originals = _smaller(original.config)
         inventory = take_inventory(config, FAMILIES[config.family], _Zeros(config.dtype), {})
         super().__init__(original.model_dir, config, {}, inventory, original.quantization)
         self._original = original
+        self._codings = tuple(map(original.expert_coding, originals))
 
     def expert_formats(self) -> tuple[str, ...]:
         """As in the original."""
@@ -47,7 +48,7 @@ class StandIn(Checkpoint):
 
     def expert_coding(self, layer: int) -> Coding | None:
         """As in the original."""
-        return self._original.expert_coding(self._originals[layer])
+        return self._codings[layer]
 
     def read_coded_expert(self, layer: int, expert: int) -> CodedExpert:
         """Codes of zeros, as the original codes its experts."""
