@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from attention_worker import worker
 from attention_worker.model_runner import ModelRunner
-from attention_worker.worker import check_kv_cache
+from attention_worker.worker import LoadedModel, load_and_warm_up
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import SettingsError
 from expertmesh.model_config import DtypeName
-from expertmesh.settings import AttentionWorkerSettings, EngineSettings
+from expertmesh.settings import AttentionWorkerSettings, EngineSettings, KvCacheDtype
 from gateway.sequence import SamplingParams
 from tests.conftest import Models
 from tests.support.family_folders import FamilyFolders
@@ -104,6 +106,25 @@ def test_preemption_and_prefixes_change_no_bit(mixtral: Path) -> None:
     assert runs[1].num_preemptions > 0
 
 
+def test_a_worker_that_is_told_so_has_room_for_more_tokens(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same memory: three times as many as in float32, and factors cost less than a third."""
+    monkeypatch.setattr(worker, "available_memory", lambda _: 2**24)
+
+    def load(kv_cache_dtype: KvCacheDtype) -> LoadedModel:
+        engine = EngineSettings(max_num_seqs=1024, kv_cache_dtype=kv_cache_dtype)
+        settings = AttentionWorkerSettings(colocated=True, engine=engine)
+        loaded = load_and_warm_up(settings, Checkpoint.open(mixtral))
+        loaded.experts.close()
+        return loaded
+
+    plain, int8 = load("auto"), load("int8")
+    assert (plain.kv.pool.dtype, int8.kv.pool.dtype) == (torch.float32, torch.int8)
+    assert int8.kv.num_blocks > 3 * plain.kv.num_blocks
+    assert int8.kv.pool.nbytes <= plain.kv.pool.nbytes + int8.kv.block_bytes
+
+
 @pytest.mark.parametrize(
     ("name", "device", "message"),
     [
@@ -119,5 +140,5 @@ def test_what_no_kernel_takes_is_refused(
     engine = EngineSettings(kv_cache_dtype="int8")
     settings = AttentionWorkerSettings(device=device, engine=engine)
     with pytest.raises(SettingsError, match=f"kv_cache_dtype is int8, but {message}") as refusal:
-        check_kv_cache(settings, checkpoint.config)
+        load_and_warm_up(settings, checkpoint)
     assert refusal.value.fix == "use --kv-cache-dtype auto"
