@@ -249,7 +249,8 @@ def _attend(
     part = Partial(
         scratch_floats(acc_size), scratch_floats(num_queries), scratch_floats(num_queries)
     )
-    clear(total)
+    if not shape.is_split:
+        clear(total)
     table = tables_SB[sequence_of_row_T[t]]
     begin_rows(form, min(num_queries, block_rows(form)))
     for p in range(first_part, end_part):

@@ -1,6 +1,6 @@
 """Blocks of rows by one panel of 64 columns: the inner product of all linear layers and experts.
 
-Weights come in two formats, told apart by their stored type:
+Weights come in three formats, told apart by their stored type:
 
     panels   [K, 64] of float32, bfloat16 (uint16) or float16 (int16): FP32 chains, any CPU
     tiles    [K / 32, 4, 16, 16] pairs of bfloat16 (uint32): AMX, rows in bfloat16

@@ -1,9 +1,10 @@
 """Products of rows with quantised weights, which are decoded a slice of features at a time.
 
 A slice of one panel is decoded into scratch that stays in the cache, multiplied with all rows of
-the block, and the sums are scaled and added up in FP32. So the cost of decoding is that of reading
-the codes, whatever the number of rows; and as slices depend on the weights alone, a row's bits do
-not depend on the block.
+the block, and the sums are scaled and added up in FP32. Up to 16 rows on tiles are multiplied with
+each step of a slice while the next one is decoded (`cpu.coded_tiles`): the same products and sums.
+So the cost of decoding is that of reading the codes, whatever the number of rows; and as slices
+depend on the weights alone, a row's bits do not depend on the block.
 """
 
 from __future__ import annotations
