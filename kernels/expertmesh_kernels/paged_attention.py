@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 import torch
@@ -112,7 +111,7 @@ class KvCache:
         return self.layout.num_heads * self.block_size if self.is_int8 else 0
 
     @cached_property
-    def pages(self) -> NDArray[np.int64]:
+    def pages(self) -> NDArray[np.integer]:
         """Where keys and values are: the fields of `Pages`, as CPU kernels take them; or of
         `Int8Pages`, in uint64, by which kernels tell them apart."""
         layout = self.layout
@@ -133,7 +132,7 @@ class KvCache:
             return np.array(fields, np.int64)
         key_scales_at = self.offset // _SCALE_BYTES
         int8 = Int8Pages(*fields, key_scales_at, key_scales_at + self.num_scales)
-        return cast("NDArray[np.int64]", np.array(int8, np.uint64))
+        return np.array(int8, np.uint64)
 
     @cached_property
     def like(self) -> NDArray[np.generic]:

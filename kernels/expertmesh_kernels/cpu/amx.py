@@ -19,6 +19,7 @@ from numba import types
 from numba.core import cgutils as untyped_cgutils
 
 from expertmesh_kernels.cpu.jit import intrinsic
+from expertmesh_kernels.cpu.vectors import prefetch
 
 cgutils: Any = untyped_cgutils
 
@@ -57,46 +58,41 @@ def _tile_rows(rows: int) -> list[int]:
     return [upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS]
 
 
-def _call(builder: Any, name: str, kinds: list[Any], values: list[Any]) -> None:
+def _call(builder: ir.IRBuilder, name: str, kinds: list[Any], values: list[Any]) -> None:
     kind = ir.FunctionType(ir.VoidType(), kinds)
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), values)
 
 
-def _zero(builder: Any, tile: int) -> None:
+def _zero(builder: ir.IRBuilder, tile: int) -> None:
     _call(builder, "x86.tilezero", [_I8], [_I8(tile)])
 
 
-def _load(builder: Any, tile: int, address: Any, stride: Any) -> None:
+def _load(builder: ir.IRBuilder, tile: int, address: Any, stride: Any) -> None:
     kinds, values = [_I8, _ADDRESS, _I64], [_I8(tile), address, stride]
     _call(builder, "x86.tileloadd64", kinds, values)
 
 
-def _store(builder: Any, tile: int, address: Any, stride: Any) -> None:
+def _store(builder: ir.IRBuilder, tile: int, address: Any, stride: Any) -> None:
     kinds, values = [_I8, _ADDRESS, _I64], [_I8(tile), address, stride]
     _call(builder, "x86.tilestored64", kinds, values)
 
 
-def _multiply(builder: Any, c: int, a: int, b: int) -> None:
+def _multiply(builder: ir.IRBuilder, c: int, a: int, b: int) -> None:
     _call(builder, "x86.tdpbf16ps", [_I8] * 3, [_I8(c), _I8(a), _I8(b)])
 
 
-def _prefetch(builder: Any, address: Any) -> None:
-    flags = [_I32(flag) for flag in (0, 3, 1)]  # for reading, near, data
-    _call(builder, "prefetch.p0", [_ADDRESS] + [_I32] * 3, [address, *flags])
-
-
-def _at(builder: Any, address: Any, offset: int) -> Any:
+def _at(builder: ir.IRBuilder, address: Any, offset: int) -> Any:
     return builder.gep(address, [_I64(offset)])
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
+def _address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, at: Any) -> Any:
     """Address of element `at` of a contiguous array, in bytes."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [at]), _ADDRESS)
 
 
 def _configure_typing(_context: Any, configs: Any, rows: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         start = builder.mul(builder.sub(args[1], _I64(1)), _I64(64))
         address = _address(context, builder, signature.args[0], args[0], start)
         _call(builder, "x86.ldtilecfg", [_ADDRESS], [address])
@@ -106,7 +102,7 @@ def _configure_typing(_context: Any, configs: Any, rows: Any) -> Any:
 
 
 def _release_typing(_context: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
         _call(builder, "x86.tilerelease", [], [])
         return context.get_dummy_value()
 
@@ -121,7 +117,7 @@ release = cast(Callable[[], None], intrinsic(_release_typing))
 
 def _product_of(ahead: int) -> Callable[..., Any]:
     def typing(_context: Any, x: Any, _1: Any, _2: Any, w: Any, _4: Any, _5: Any, acc: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             x_type, w_type, acc_type = (signature.args[i] for i in (0, 3, 6))
             x = _address(context, builder, x_type, args[0], args[1])
             w = _address(context, builder, w_type, args[3], args[4])
@@ -139,7 +135,7 @@ def _product_of(ahead: int) -> Callable[..., Any]:
 def _pair_typing(
     _context: Any, x: Any, _1: Any, _2: Any, w: Any, _4: Any, _5: Any, acc: Any
 ) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x_type, w_type, acc_type = (signature.args[i] for i in (0, 3, 6))
         x = _address(context, builder, x_type, args[0], args[1])
         w = _address(context, builder, w_type, args[3], args[4])
@@ -155,7 +151,7 @@ def _pair_typing(
 
 
 def _emit_product(
-    builder: Any, x: Any, stride: Any, w: Any, steps: Any, acc: Any, ahead: int
+    builder: ir.IRBuilder, x: Any, stride: Any, w: Any, steps: Any, acc: Any, ahead: int
 ) -> None:
     """Up to 16 rows: one A tile against all 4 column tiles, at the speed of memory.
 
@@ -165,20 +161,20 @@ def _emit_product(
     with cgutils.for_range(builder, steps) as loop:
         step = builder.gep(w, [builder.mul(loop.index, _I64(STEP_BYTES))])
         for line in range(0, STEP_BYTES if ahead else 0, 64):
-            _prefetch(builder, _at(builder, step, ahead + line))
+            prefetch(builder, _at(builder, step, ahead + line))
         few_rows_step(
             builder, builder.gep(x, [builder.mul(loop.index, _I64(ROW_BYTES))]), stride, step
         )
     store_few_rows(builder, acc)
 
 
-def clear_few_rows(builder: Any) -> None:
+def clear_few_rows(builder: ir.IRBuilder) -> None:
     """Emits: the sums of up to 16 rows are 0."""
     for c in range(_COLUMN_TILES):
         _zero(builder, c)
 
 
-def few_rows_step(builder: Any, x: Any, stride: Any, step: Any) -> None:
+def few_rows_step(builder: ir.IRBuilder, x: ir.Value, stride: ir.Value, step: ir.Value) -> None:
     """Emits: 32 features of up to 16 rows by one step of weights, added to the sums."""
     _load(builder, 4, x, stride)
     for c in range(_COLUMN_TILES):
@@ -187,13 +183,13 @@ def few_rows_step(builder: Any, x: Any, stride: Any, step: Any) -> None:
         _multiply(builder, c, 4, tile)
 
 
-def store_few_rows(builder: Any, acc: Any) -> None:
+def store_few_rows(builder: ir.IRBuilder, acc: ir.Value) -> None:
     """Emits: the sums of up to 16 rows, to rows of 64."""
     for c in range(_COLUMN_TILES):
         _store(builder, c, _at(builder, acc, c * 64), _I64(256))
 
 
-def _emit_pair(builder: Any, x: Any, stride: Any, w: Any, steps: Any, acc: Any) -> None:
+def _emit_pair(builder: ir.IRBuilder, x: Any, stride: Any, w: Any, steps: Any, acc: Any) -> None:
     """17 to 32 rows: two A tiles against two column tiles."""
     below = builder.mul(stride, _I64(TILE_ROWS))
     for c in range(4):

@@ -40,7 +40,7 @@ from expertmesh_kernels.cpu.block import (
 )
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
-from expertmesh_kernels.cpu.pages import Pages, pages_of, prefetch_part
+from expertmesh_kernels.cpu.pages import Pages, pages_of, pool_of, prefetch_part
 from expertmesh_kernels.cpu.panels import load_keys
 from expertmesh_kernels.cpu.partial import Partial, ceil_panels, clear, keep, merge, new_partial
 from expertmesh_kernels.cpu.primitives import exp
@@ -98,7 +98,7 @@ def paged_attention(
     out_address: int,
     like: NDArray[np.generic],
     form: NDArray[np.generic],
-    layer: NDArray[np.int64],
+    layer: NDArray[np.integer],
     block_tables_SB: NDArray[np.int32],
     sequence_of_row_T: NDArray[np.int32],
     positions_T: NDArray[np.int32],
@@ -156,7 +156,7 @@ def attend(
 ) -> None:
     """`paged_attention` of flat arrays."""
     group = num_heads // pages.num_heads
-    arrays = (q, array_at(pages.address, pages.size, q), out, form)
+    arrays = (q, pool_of(pages, q), out, form)
     max_rows = max(1, run_queries(form, pages.value_dim == 0) // group)
     starts, num_runs, num_parts = _find_runs(
         sequence_of_row_T, positions_T, max_rows, scores.window

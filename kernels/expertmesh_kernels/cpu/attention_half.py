@@ -18,7 +18,7 @@ from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.linear import multiply_panels
 from expertmesh_kernels.cpu.memory import FLOATS, array_at, optional_floats
 from expertmesh_kernels.cpu.norm import add_norm_rows, rms_norm
-from expertmesh_kernels.cpu.pages import Pages, pages_of, write_row
+from expertmesh_kernels.cpu.pages import Pages, pages_of, pool_of, write_row
 from expertmesh_kernels.cpu.rope import apply_rope
 from expertmesh_kernels.cpu.team import parallel_for
 
@@ -91,7 +91,7 @@ def attention_half(
     form: NDArray[np.generic],
     fields: NDArray[np.int64],
     numbers: NDArray[np.float32],
-    layer: NDArray[np.int64],
+    layer: NDArray[np.integer],
     block_tables_SB: NDArray[np.int32],
     sequence_of_row_T: NDArray[np.int32],
     positions_T: NDArray[np.int32],
@@ -198,7 +198,7 @@ def _edit_chunk(
         array_at(half.sin_at, size, FLOATS).reshape(shape),
         half.is_interleaved != 0,
     )  # fmt: skip
-    pool = array_at(pages.address, pages.size, qkv)
+    pool = pool_of(pages, qkv)
     for r in range(count):
         k_at = r * stride + q_size
         write_row(rows, k_at, rows, k_at + k_size, pool, pages, slots_T[first + r])

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
-from numba import types
+from llvmlite import ir
+from numba import types as untyped_types
 from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu import amx, coded
@@ -32,7 +33,7 @@ CHAIN_ROWS = 96
 """Rows of a block of FP32 chains; bounds the scratch."""
 _WIDEN_FROM_ROWS = 2 * MAX_ROWS + 1
 """From so many rows on it pays to convert a 16-bit panel once instead of once per tile."""
-untyped_types: Any = types
+types: Any = untyped_types
 _CONFIGS = amx.tile_configs()
 _TILE_ROWS = amx.TILE_ROWS
 _AMX_ROWS = amx.ROWS
@@ -72,15 +73,15 @@ def _new_scratch_typing(_context: Any, panels: Any) -> Any:
         return types.none(panels), lambda context, *_: context.get_dummy_value()
     sizes = coded.scratch_sizes(panels)
 
-    def codegen(context: Any, builder: Any, signature: Any, _args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, _args: Any) -> Any:
         arrays = [
             stack_array(element, context, builder, context.get_constant(types.intp, size))
             for element, size in sizes
         ]
         return context.make_tuple(builder, signature.return_type, arrays)
 
-    kinds = [untyped_types.Array(element, 1, "C") for element, _ in sizes]
-    return untyped_types.Tuple(kinds)(panels), codegen
+    kinds = [types.Array(element, 1, "C") for element, _ in sizes]
+    return types.Tuple(kinds)(panels), codegen
 
 
 new_scratch = cast(Callable[[NDArray[Any]], Any], intrinsic(_new_scratch_typing))
@@ -90,10 +91,10 @@ new_scratch = cast(Callable[[NDArray[Any]], Any], intrinsic(_new_scratch_typing)
 def _scratch_rows_typing(_context: Any, panels: Any, _size: Any) -> Any:
     element = types.uint16 if _is_tiles(panels) else types.float32
 
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return stack_array(element, context, builder, args[1])
 
-    return untyped_types.Array(element, 1, "C")(panels, types.intp), codegen
+    return types.Array(element, 1, "C")(panels, types.intp), codegen
 
 
 scratch_rows = cast(Callable[..., NDArray[Any]], intrinsic(_scratch_rows_typing))

@@ -19,52 +19,37 @@ from numba.core import cgutils as untyped_cgutils
 from numpy.typing import NDArray
 
 from expertmesh.formats.coded import CodeName
+from expertmesh_kernels.cpu.vectors import (
+    ADDRESS,
+    FLOATS,
+    I8,
+    I16,
+    I64,
+    INTS,
+    LANES,
+    byte_at,
+    element_at,
+    floats,
+    ints,
+    load,
+    splat,
+)
 
 cgutils: Any = untyped_cgutils
 
 LARGEST_OFFSET = 15
 """Less a zero point of 0 to 15, so that code plus offset is 0 to 30."""
-LANES = 16
-_PREFETCH_BYTES = 4096
 
-I8, _I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _BYTES = ir.VectorType(I8, 64)
-_WORDS = ir.VectorType(_I16, 32)
-INTS = ir.VectorType(I32, LANES)
-FLOATS = ir.VectorType(ir.FloatType(), LANES)
-ADDRESS = I8.as_pointer()
+_WORDS = ir.VectorType(I16, 32)
 
 
-# --- vectors of constants and memory ---
-
-
-def splat(kind: Any, value: int) -> Any:
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def at_offset(builder: Any, address: Any, offset: int) -> Any:
-    return builder.gep(address, [I64(offset)])
-
-
-def load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.bitcast(address, kind.as_pointer()), align=1)
-
-
-def store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.bitcast(address, value.type.as_pointer()), align=4)
-
-
-def byte_address(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> Any:
+def byte_address(
+    context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, offset: ir.Value
+) -> ir.Value:
     """Address of the byte `offset` of an array."""
-    data = context.make_array(kind)(context, builder, array).data
+    data = element_at(context, builder, kind, array, I64(0))
     return builder.gep(builder.bitcast(data, ADDRESS), [offset])
-
-
-def prefetch(builder: Any, address: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [ADDRESS] + [I32] * 3)
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    flags = [I32(flag) for flag in (0, 3, 1)]  # for reading, near, data
-    builder.call(prefetch, [at_offset(builder, address, _PREFETCH_BYTES), *flags])
 
 
 def _bfloat16_bits(values: NDArray[np.float32]) -> list[int]:
@@ -73,63 +58,65 @@ def _bfloat16_bits(values: NDArray[np.float32]) -> list[int]:
 
 # --- codes to FP32, on any CPU: for each line the even features and the odd ones ---
 
-Line = tuple[Any, Any]
+Line = tuple[ir.Value, ir.Value]
 
 
-def _bits(builder: Any, words: Any, shift: int, count: int) -> Any:
-    shifted = builder.lshr(words, splat(INTS, shift)) if shift else words
-    return builder.and_(shifted, splat(INTS, (1 << count) - 1))
+def _bits(builder: ir.IRBuilder, words: ir.Value, shift: int, count: int) -> ir.Value:
+    shifted = builder.lshr(words, ints(shift)) if shift else words
+    return builder.and_(shifted, ints((1 << count) - 1))
 
 
-def _int8_lines(builder: Any, chunk: Any, _offsets: Any) -> list[Line]:
-    def part(index: int) -> Any:
-        stored = load(builder, at_offset(builder, chunk, LANES * index), ir.VectorType(I8, LANES))
+def _int8_lines(builder: ir.IRBuilder, chunk: ir.Value, _offsets: ir.Value) -> list[Line]:
+    def part(index: int) -> ir.Value:
+        stored = load(builder, byte_at(builder, chunk, LANES * index), ir.VectorType(I8, LANES))
         return builder.sitofp(builder.sext(stored, INTS), FLOATS)
 
     return [(part(0), part(1)), (part(2), part(3))]
 
 
-def _small_floats(builder: Any, codes: Any, bits: int, mantissa: int, bias: int) -> Any:
+def _small_floats(
+    builder: ir.IRBuilder, codes: ir.Value, bits: int, mantissa: int, bias: int
+) -> ir.Value:
     """Codes of sign, exponent and mantissa, subnormal ones too, as FP32."""
-    magnitude = builder.and_(codes, splat(INTS, (1 << bits - 1) - 1))
-    sign = builder.and_(codes, splat(INTS, 1 << bits - 1))
-    magnitude = builder.shl(magnitude, splat(INTS, 23 - mantissa))
+    magnitude = builder.and_(codes, ints((1 << bits - 1) - 1))
+    sign = builder.and_(codes, ints(1 << bits - 1))
+    magnitude = builder.shl(magnitude, ints(23 - mantissa))
     magnitude = builder.bitcast(magnitude, FLOATS)
-    scale = ir.Constant(FLOATS, [2.0 ** (127 - bias)] * LANES)
+    scale = floats(2.0 ** (127 - bias))
     value = builder.bitcast(builder.fmul(magnitude, scale), INTS)
-    sign = builder.shl(sign, splat(INTS, 32 - bits))
+    sign = builder.shl(sign, ints(32 - bits))
     return builder.bitcast(builder.or_(value, sign), FLOATS)
 
 
-def _fp8_lines(builder: Any, chunk: Any, _offsets: Any) -> list[Line]:
+def _fp8_lines(builder: ir.IRBuilder, chunk: ir.Value, _offsets: ir.Value) -> list[Line]:
     words = load(builder, chunk, INTS)
 
-    def part(shift: int) -> Any:
+    def part(shift: int) -> ir.Value:
         return _small_floats(builder, _bits(builder, words, shift, 8), 8, 3, 7)
 
     return [(part(0), part(16)), (part(8), part(24))]
 
 
-def _mxfp4_lines(builder: Any, chunk: Any, _offsets: Any) -> list[Line]:
+def _mxfp4_lines(builder: ir.IRBuilder, chunk: ir.Value, _offsets: ir.Value) -> list[Line]:
     words = load(builder, chunk, INTS)
 
-    def part(shift: int) -> Any:
+    def part(shift: int) -> ir.Value:
         return _small_floats(builder, _bits(builder, words, shift, 4), 4, 1, 1)
 
     return [(part(shift), part(16 + shift)) for shift in (0, 4, 8, 12)]
 
 
-def _int4_lines(builder: Any, chunk: Any, offsets: Any) -> list[Line]:
+def _int4_lines(builder: ir.IRBuilder, chunk: ir.Value, offsets: ir.Value) -> list[Line]:
     words = load(builder, chunk, INTS)
 
-    def part(shift: int) -> Any:
+    def part(shift: int) -> ir.Value:
         moved = builder.add(_bits(builder, words, shift, 4), offsets)
-        return builder.sitofp(builder.sub(moved, splat(INTS, LARGEST_OFFSET)), FLOATS)
+        return builder.sitofp(builder.sub(moved, ints(LARGEST_OFFSET)), FLOATS)
 
     return [(part(shift), part(16 + shift)) for shift in (0, 4, 8, 12)]
 
 
-LINES_OF: dict[CodeName, Callable[[Any, Any, Any], list[Line]]] = {
+LINES_OF: dict[CodeName, Callable[[ir.IRBuilder, ir.Value, ir.Value], list[Line]]] = {
     "int8": _int8_lines,
     "int4": _int4_lines,
     "fp8": _fp8_lines,
@@ -140,17 +127,17 @@ LINES_OF: dict[CodeName, Callable[[Any, Any, Any], list[Line]]] = {
 # --- codes to lines of pairs of bfloat16, on CPUs that have AMX ---
 
 
-def _pairs(builder: Any, line: Line) -> Any:
+def _pairs(builder: ir.IRBuilder, line: Line) -> ir.Value:
     """Two FP32 vectors that bfloat16 holds exactly, as pairs."""
     even, odd = (builder.bitcast(part, INTS) for part in line)
-    return builder.or_(builder.lshr(even, splat(INTS, 16)), odd)
+    return builder.or_(builder.lshr(even, ints(16)), odd)
 
 
-def _int8_pairs(builder: Any, chunk: Any, offsets: Any) -> list[Any]:
+def _int8_pairs(builder: ir.IRBuilder, chunk: ir.Value, offsets: ir.Value) -> list[ir.Value]:
     return [_pairs(builder, line) for line in _int8_lines(builder, chunk, offsets)]
 
 
-def _look_up_words(builder: Any, values: NDArray[np.float32], index: Any) -> Any:
+def _look_up_words(builder: ir.IRBuilder, values: NDArray[np.float32], index: ir.Value) -> ir.Value:
     """bfloat16 bits of the values at the lowest 5 bits of each word."""
     kind = ir.FunctionType(_WORDS, [_WORDS] * 2)
     name = "llvm.x86.avx512.permvar.hi.512"
@@ -165,25 +152,25 @@ _MXFP4_TABLE = np.tile(
 _INT4_TABLE = np.arange(-LARGEST_OFFSET, 32 - LARGEST_OFFSET).astype(np.float32)
 
 
-def _nibbles(builder: Any, chunk: Any) -> list[Any]:
+def _nibbles(builder: ir.IRBuilder, chunk: ir.Value) -> list[ir.Value]:
     words = load(builder, chunk, _WORDS)
     shifts = [splat(_WORDS, 4 * j) for j in range(4)]
     return [words, *(builder.lshr(words, shift) for shift in shifts[1:])]
 
 
-def _mxfp4_pairs(builder: Any, chunk: Any, _offsets: Any) -> list[Any]:
+def _mxfp4_pairs(builder: ir.IRBuilder, chunk: ir.Value, _offsets: ir.Value) -> list[ir.Value]:
     return [_look_up_words(builder, _MXFP4_TABLE, index) for index in _nibbles(builder, chunk)]
 
 
-def _int4_pairs(builder: Any, chunk: Any, offsets: Any) -> list[Any]:
-    both = builder.mul(offsets, splat(INTS, 0x10001))
+def _int4_pairs(builder: ir.IRBuilder, chunk: ir.Value, offsets: ir.Value) -> list[ir.Value]:
+    both = builder.mul(offsets, ints(0x10001))
     both = builder.bitcast(both, _WORDS)
     low = splat(_WORDS, 15)
     moved = [builder.add(builder.and_(w, low), both) for w in _nibbles(builder, chunk)]
     return [_look_up_words(builder, _INT4_TABLE, index) for index in moved]
 
 
-def _fp8_pairs(builder: Any, chunk: Any, _offsets: Any) -> list[Any]:
+def _fp8_pairs(builder: ir.IRBuilder, chunk: ir.Value, _offsets: ir.Value) -> list[ir.Value]:
     """High and low bytes of the magnitude by table, the sign as it is."""
     codes = load(builder, chunk, _BYTES)
     bits = np.array(_bfloat16_bits(_e4m3_magnitudes()))
@@ -199,7 +186,7 @@ def _fp8_pairs(builder: Any, chunk: Any, _offsets: Any) -> list[Any]:
     return [first, second]
 
 
-def _look_up_bytes(builder: Any, table: NDArray[np.int64], index: Any) -> Any:
+def _look_up_bytes(builder: ir.IRBuilder, table: NDArray[np.int64], index: ir.Value) -> ir.Value:
     """Lowest bytes of the 128 entries at the lowest 7 bits of each byte."""
     kind = ir.FunctionType(_BYTES, [_BYTES] * 3)
     name = "llvm.x86.avx512.vpermi2var.qi.512"
@@ -216,7 +203,7 @@ def _e4m3_magnitudes() -> NDArray[np.float32]:
     return np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal).astype(np.float32)
 
 
-PAIRS_OF: dict[CodeName, Callable[[Any, Any, Any], list[Any]]] = {
+PAIRS_OF: dict[CodeName, Callable[[ir.IRBuilder, ir.Value, ir.Value], list[ir.Value]]] = {
     "int8": _int8_pairs,
     "int4": _int4_pairs,
     "fp8": _fp8_pairs,

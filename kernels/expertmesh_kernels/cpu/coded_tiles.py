@@ -22,11 +22,10 @@ from expertmesh_kernels.cpu.codes import (
     step_bytes,
 )
 from expertmesh_kernels.cpu.jit import intrinsic
+from expertmesh_kernels.cpu.vectors import I64
 
 cgutils: Any = untyped_cgutils
 types: Any = untyped_types
-
-_I64 = ir.IntType(64)
 
 
 def _few_typing(
@@ -37,29 +36,29 @@ def _few_typing(
     assert found is not None
     codes = found[0]
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def address(index: int, offset: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        def address(index: int, offset: ir.Value) -> ir.Value:
             return byte_address(context, builder, signature.args[index], args[index], offset)
 
-        x_at = address(0, builder.shl(args[1], _I64(1)))
-        stride = builder.shl(args[2], _I64(1))
+        x_at = address(0, builder.shl(args[1], I64(1)))
+        stride = builder.shl(args[2], I64(1))
         group, source = address(3, args[4]), address(3, args[5])
-        decoded, target = address(7, _I64(0)), address(8, _I64(0))
+        decoded, target = address(7, I64(0)), address(8, I64(0))
         offsets = offset_vectors(builder, codes, group)
 
-        def decode(step: Any) -> None:
-            place = builder.gep(source, [builder.mul(step, _I64(step_bytes(codes)))])
+        def decode(step: ir.Value) -> None:
+            place = builder.gep(source, [builder.mul(step, I64(step_bytes(codes)))])
             emit_step(builder, codes, True, place, offsets, _turn(builder, decoded, step))
 
-        def multiply(step: Any) -> None:
-            rows = builder.gep(x_at, [builder.mul(step, _I64(amx.ROW_BYTES))])
+        def multiply(step: ir.Value) -> None:
+            rows = builder.gep(x_at, [builder.mul(step, I64(amx.ROW_BYTES))])
             amx.few_rows_step(builder, rows, stride, _turn(builder, decoded, step))
 
         amx.clear_few_rows(builder)
-        decode(_I64(0))
-        last = builder.sub(args[6], _I64(1))
+        decode(I64(0))
+        last = builder.sub(args[6], I64(1))
         with cgutils.for_range(builder, last) as loop:
-            decode(builder.add(loop.index, _I64(1)))
+            decode(builder.add(loop.index, I64(1)))
             multiply(loop.index)
         multiply(last)
         amx.store_few_rows(builder, target)
@@ -69,9 +68,9 @@ def _few_typing(
     return types.void(x, at, at, panels, at, at, at, scratch, acc), codegen
 
 
-def _turn(builder: Any, decoded: Any, step: Any) -> Any:
+def _turn(builder: ir.IRBuilder, decoded: ir.Value, step: ir.Value) -> ir.Value:
     """Where a step is decoded to."""
-    return builder.gep(decoded, [builder.mul(builder.and_(step, _I64(1)), _I64(amx.STEP_BYTES))])
+    return builder.gep(decoded, [builder.mul(builder.and_(step, I64(1)), I64(amx.STEP_BYTES))])
 
 
 few_coded = cast(Callable[..., None], intrinsic(_few_typing))

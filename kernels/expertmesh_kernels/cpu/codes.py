@@ -25,21 +25,20 @@ from numba import types as untyped_types
 from numba.core import cgutils as untyped_cgutils
 
 from expertmesh.formats.coded import CodeName
-from expertmesh_kernels.cpu.code_vectors import (
+from expertmesh_kernels.cpu.code_vectors import LINES_OF, PAIRS_OF, byte_address
+from expertmesh_kernels.cpu.jit import intrinsic
+from expertmesh_kernels.cpu.vectors import (
     FLOATS,
     I8,
     I64,
     INTS,
     LANES,
-    LINES_OF,
-    PAIRS_OF,
-    at_offset,
-    byte_address,
+    byte_at,
+    fma,
     load,
     prefetch,
     store,
 )
-from expertmesh_kernels.cpu.jit import intrinsic
 
 cgutils: Any = untyped_cgutils
 types: Any = untyped_types
@@ -53,6 +52,7 @@ CODE_BITS: dict[CodeName, int] = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4}
 
 _LINE_BYTES = 64
 _CHUNK_BYTES = 64
+_PREFETCH_BYTES = 4096
 _LINES = 64
 """Of a step."""
 _PAIRS = 16
@@ -89,7 +89,7 @@ def group_overhead(codes: CodeName) -> int:
 def _decode_typing(_context: Any, panels: Any, _1: Any, _2: Any, _3: Any, scratch: Any) -> Any:
     codes, tiles = cast("tuple[CodeName, bool]", codes_of(panels.dtype))
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         kinds = signature.args
         group = byte_address(context, builder, kinds[0], args[0], args[1])
         source = byte_address(context, builder, kinds[0], args[0], args[2])
@@ -112,7 +112,7 @@ def step_bytes(codes: CodeName) -> int:
 
 
 def emit_step(
-    builder: Any, codes: CodeName, tiles: bool, step: Any, offsets: list[Any], out: Any
+    builder: ir.IRBuilder, codes: CodeName, tiles: bool, step: Any, offsets: list[Any], out: Any
 ) -> None:
     """One step of codes as `multiply` takes weights, to `out`."""
     emit = _emit_tile if tiles else _emit_chains
@@ -120,12 +120,12 @@ def emit_step(
         emit(builder, codes, tile, step, offsets[tile], out)
 
 
-def offset_vectors(builder: Any, codes: CodeName, group: Any) -> list[Any]:
+def offset_vectors(builder: ir.IRBuilder, codes: CodeName, group: Any) -> list[Any]:
     """Offsets of the columns of each tile, in all lanes."""
     if codes != "int4":
         return [None] * (_LINES // _PAIRS)
     bytes_16 = ir.VectorType(I8, LANES)
-    places = [at_offset(builder, group, SCALE_BYTES + LANES * t) for t in range(_LINES // _PAIRS)]
+    places = [byte_at(builder, group, SCALE_BYTES + LANES * t) for t in range(_LINES // _PAIRS)]
     return [builder.zext(load(builder, place, bytes_16), INTS) for place in places]
 
 
@@ -135,7 +135,9 @@ def _chunks(codes: CodeName) -> tuple[int, int]:
     return lines, _PAIRS // lines
 
 
-def _emit_tile(builder: Any, codes: CodeName, tile: int, step: Any, offsets: Any, out: Any) -> None:
+def _emit_tile(
+    builder: ir.IRBuilder, codes: CodeName, tile: int, step: Any, offsets: Any, out: Any
+) -> None:
     """A tile of B: 16 lines, one below the other."""
     lines, chunks = _chunks(codes)
     first = builder.gep(step, [I64(tile * chunks * _CHUNK_BYTES)])
@@ -143,13 +145,13 @@ def _emit_tile(builder: Any, codes: CodeName, tile: int, step: Any, offsets: Any
     with cgutils.for_range(builder, I64(chunks)) as loop:
         chunk = builder.gep(first, [builder.mul(loop.index, I64(_CHUNK_BYTES))])
         place = builder.gep(target, [builder.mul(loop.index, I64(lines * _LINE_BYTES))])
-        prefetch(builder, chunk)
+        prefetch(builder, byte_at(builder, chunk, _PREFETCH_BYTES))
         for j, line in enumerate(PAIRS_OF[codes](builder, chunk, offsets)):
-            store(builder, line, at_offset(builder, place, j * _LINE_BYTES))
+            store(builder, line, byte_at(builder, place, j * _LINE_BYTES))
 
 
 def _emit_chains(
-    builder: Any, codes: CodeName, tile: int, step: Any, offsets: Any, out: Any
+    builder: ir.IRBuilder, codes: CodeName, tile: int, step: Any, offsets: Any, out: Any
 ) -> None:
     """16 columns of rows of FP32, one row a feature."""
     lines, chunks = _chunks(codes)
@@ -161,7 +163,7 @@ def _emit_chains(
         place = builder.gep(target, [builder.mul(loop.index, I64(2 * lines * row_bytes))])
         for j, line in enumerate(LINES_OF[codes](builder, chunk, offsets)):
             for parity, part in enumerate(line):
-                store(builder, part, at_offset(builder, place, (2 * j + parity) * row_bytes))
+                store(builder, part, byte_at(builder, place, (2 * j + parity) * row_bytes))
 
 
 decode = cast(Callable[..., None], intrinsic(_decode_typing))
@@ -174,22 +176,20 @@ In tiles, pairs of bfloat16 as in `cpu.amx`; else [32 steps, 64] FP32.
 def _add_typing(
     _context: Any, panels: Any, _1: Any, partial: Any, _3: Any, acc: Any, _5: Any
 ) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         kinds = signature.args
         group = byte_address(context, builder, kinds[0], args[0], args[1])
         source = byte_address(context, builder, kinds[2], args[2], I64(0))
         offset = builder.mul(args[5], I64(4))
         target = byte_address(context, builder, kinds[4], args[4], offset)
         vectors = range(0, 4 * _PANEL, _LINE_BYTES)
-        scales = [load(builder, at_offset(builder, group, at), FLOATS) for at in vectors]
-        fma_type = ir.FunctionType(FLOATS, [FLOATS] * 3)
-        fma = cgutils.get_or_insert_function(builder.module, fma_type, "llvm.fma.v16f32")
+        scales = [load(builder, byte_at(builder, group, at), FLOATS) for at in vectors]
         with cgutils.for_range(builder, args[3]) as loop:
             row = builder.mul(loop.index, I64(4 * _PANEL))
             for at, scale in zip(vectors, scales, strict=True):
-                place = at_offset(builder, builder.gep(target, [row]), at)
-                term = load(builder, at_offset(builder, builder.gep(source, [row]), at), FLOATS)
-                total = builder.call(fma, [term, scale, load(builder, place, FLOATS)])
+                place = byte_at(builder, builder.gep(target, [row]), at)
+                term = load(builder, byte_at(builder, builder.gep(source, [row]), at), FLOATS)
+                total = fma(builder, term, scale, load(builder, place, FLOATS))
                 store(builder, total, place)
         return context.get_dummy_value()
 
@@ -205,7 +205,7 @@ acc[acc_at + 64 r + c] = fma(partial[64 r + c], scale[c], acc[...]) for r < rows
 
 
 def _header_typing(_context: Any, panels: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         place = byte_address(context, builder, signature.args[0], args[0], I64(0))
         return builder.load(builder.bitcast(place, I64.as_pointer()), align=1)
 

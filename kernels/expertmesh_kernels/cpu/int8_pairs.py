@@ -10,14 +10,21 @@ from numba import types
 from numba.core import cgutils as untyped_cgutils
 
 from expertmesh_kernels.cpu.jit import intrinsic
+from expertmesh_kernels.cpu.primitives import round_to_bfloat16
+from expertmesh_kernels.cpu.vectors import (
+    FLOATS,
+    I8,
+    LANES,
+    element_at,
+    everywhere,
+    ints,
+    load,
+    store,
+)
 
 cgutils: Any = untyped_cgutils
 
-_LANES = 16
-_INT32 = ir.IntType(32)
-_CODES = ir.VectorType(ir.IntType(8), _LANES)
-_FLOATS = ir.VectorType(ir.FloatType(), _LANES)
-_BITS = ir.VectorType(_INT32, _LANES)
+_CODES = ir.VectorType(I8, LANES)
 
 
 def _make(*, by_row: bool) -> Callable[..., None]:
@@ -35,14 +42,11 @@ def _make(*, by_row: bool) -> Callable[..., None]:
         at = types.intp
         return types.void(codes, at, at, at, scales, at, pairs, at), codegen
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         source, scales, target = (
-            builder.gep(
-                context.make_array(signature.args[i])(context, builder, args[i]).data, [args[i + 1]]
-            )
-            for i in (0, 4, 6)
+            element_at(context, builder, signature.args[i], args[i], args[i + 1]) for i in (0, 4, 6)
         )
-        columns = None if by_row else _vector(builder, scales, _FLOATS, 4)
+        columns = None if by_row else load(builder, scales, FLOATS, align=4)
         with cgutils.for_range(builder, args[3]) as loop:
             first = builder.shl(loop.index, loop.index.type(1))
             row = builder.gep(source, [builder.mul(first, args[2])])
@@ -51,40 +55,21 @@ def _make(*, by_row: bool) -> Callable[..., None]:
                 factors = columns
                 if factors is None:
                     at = builder.add(first, first.type(half))
-                    factors = _everywhere(builder, builder.load(builder.gep(scales, [at])))
+                    factors = everywhere(builder, builder.load(builder.gep(scales, [at])))
                 halves.append(_decoded(builder, codes, factors))
-            low = builder.lshr(halves[0], _all(16))
-            pair = builder.or_(low, builder.and_(halves[1], _all(0xFFFF0000)))
-            place = builder.gep(target, [builder.mul(loop.index, loop.index.type(_LANES))])
-            builder.store(pair, builder.bitcast(place, _BITS.as_pointer()), align=4)
+            low = builder.lshr(halves[0], ints(16))
+            pair = builder.or_(low, builder.and_(halves[1], ints(0xFFFF0000)))
+            place = builder.gep(target, [builder.mul(loop.index, loop.index.type(LANES))])
+            store(builder, pair, place)
         return context.get_dummy_value()
 
     return cast(Callable[..., None], intrinsic(typing))
 
 
-def _vector(builder: Any, pointer: Any, kind: Any, alignment: int) -> Any:
-    return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=alignment)
-
-
-def _all(number: int) -> Any:
-    return ir.Constant(_BITS, [number] * _LANES)
-
-
-def _everywhere(builder: Any, scale: Any) -> Any:
-    """A number in all lanes."""
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
-    first = builder.insert_element(undefined, scale, _INT32(0))
-    return builder.shuffle_vector(first, undefined, _all(0))
-
-
-def _decoded(builder: Any, codes: Any, factors: Any) -> Any:
-    """Bits of 16 products, rounded to bfloat16 (see `narrow_like`) in their upper halves."""
-    value = builder.fmul(builder.sitofp(_vector(builder, codes, _CODES, 1), _FLOATS), factors)
-    bits = builder.bitcast(value, _BITS)
-    is_odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
-    rounded = builder.add(bits, builder.add(is_odd, _all(0x7FFF)))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.select(is_nan, _all(0x7FC00000), rounded)
+def _decoded(builder: ir.IRBuilder, codes: ir.Value, factors: ir.Value) -> ir.Value:
+    """Bits of 16 products, rounded to bfloat16 in their upper halves."""
+    value = builder.fmul(builder.sitofp(load(builder, codes, _CODES), FLOATS), factors)
+    return round_to_bfloat16(builder, value)
 
 
 pair_codes_by_column = _make(by_row=False)

@@ -13,7 +13,6 @@ from expertmesh_kernels.cpu.int8_pairs import pair_codes_by_column, pair_codes_b
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.pages import (
     Int8Pages,
-    codes_of,
     keys_of,
     scales_at,
     scales_of,
@@ -30,7 +29,7 @@ _HALVES = np.empty(0, np.uint16)
 
 
 def widen_int8_keys(
-    pool: NDArray[np.generic],
+    pool: NDArray[np.int8],
     pages: Int8Pages,
     head: int,
     table: NDArray[np.int32],
@@ -39,7 +38,7 @@ def widen_int8_keys(
     panel: NDArray[np.float32],
 ) -> None:
     """See `load_keys`."""
-    codes, scales, size = codes_of(pages), scales_of(pages), pages.block_size
+    scales, size = scales_of(pages), pages.block_size
     j = begin
     while j < end:
         index = j // size
@@ -50,7 +49,7 @@ def widen_int8_keys(
         own = scales[at : at + count]
         at = keys_of(pages, block, head) + offset
         for d in range(pages.key_dim):
-            source = codes[at + d * size : at + d * size + count]
+            source = pool[at + d * size : at + d * size + count]
             target = panel[d * PANEL + j - begin : d * PANEL + j - begin + count]
             for i in range(count):
                 target[i] = np.float32(source[i]) * own[i]
@@ -58,7 +57,7 @@ def widen_int8_keys(
 
 
 def widen_int8_values(
-    pool: NDArray[np.generic],
+    pool: NDArray[np.int8],
     pages: Int8Pages,
     head: int,
     table: NDArray[np.int32],
@@ -68,7 +67,7 @@ def widen_int8_values(
     panel: NDArray[np.float32],
 ) -> None:
     """See `load_values`."""
-    codes, scales, size = codes_of(pages), scales_of(pages), pages.block_size
+    scales, size = scales_of(pages), pages.block_size
     first, width = columns[0], columns[1] - columns[0]
     for j in range(visible[0], visible[1]):
         index = j // size
@@ -76,7 +75,7 @@ def widen_int8_values(
         block = int(table[index])
         scale = scales[scales_at(pages, pages.value_scales_at, block, head) + offset]
         at = values_of(pages, block, head) + offset * pages.value_dim + first
-        source = codes[at : at + width]
+        source = pool[at : at + width]
         target = panel[(j - begin) * PANEL : (j - begin) * PANEL + width]
         for c in range(width):
             target[c] = np.float32(source[c]) * scale
@@ -92,7 +91,7 @@ def _bits(code: np.int8, scale: np.float32) -> np.uint32:
 
 
 def pair_int8_keys(
-    pool: NDArray[np.generic],
+    pool: NDArray[np.int8],
     pages: Int8Pages,
     head: int,
     table: NDArray[np.int32],
@@ -101,7 +100,7 @@ def pair_int8_keys(
     panel: NDArray[np.uint32],
 ) -> None:
     """See `load_keys`."""
-    codes, scales, size = codes_of(pages), scales_of(pages), pages.block_size
+    scales, size = scales_of(pages), pages.block_size
     halves = panel.view(np.uint16)
     j = begin
     while j < end:
@@ -116,18 +115,18 @@ def pair_int8_keys(
         for d in range(0, pages.key_dim - 1 if count > 1 else 0, STEP):
             pairs = min(STEP, pages.key_dim - d) // 2
             pair_codes_by_column(
-                codes, at + d * size, size, pairs, scales, scale_at, panel, place_of(d, column)
+                pool, at + d * size, size, pairs, scales, scale_at, panel, place_of(d, column)
             )
         odd = 0 if count == 1 else pages.key_dim - pages.key_dim % 2
         for d in range(odd, pages.key_dim):
             for i in range(count):
                 place = place_of(d, column + i)
-                halves[place * 2 + d % 2] = _bits(codes[at + d * size + i], scales[scale_at + i])
+                halves[place * 2 + d % 2] = _bits(pool[at + d * size + i], scales[scale_at + i])
         j += count
 
 
 def pair_int8_values(
-    pool: NDArray[np.generic],
+    pool: NDArray[np.int8],
     pages: Int8Pages,
     head: int,
     table: NDArray[np.int32],
@@ -137,7 +136,7 @@ def pair_int8_values(
     panel: NDArray[np.uint32],
 ) -> None:
     """See `load_values`."""
-    codes, scales, size = codes_of(pages), scales_of(pages), pages.block_size
+    scales, size = scales_of(pages), pages.block_size
     halves = panel.view(np.uint16)
     first, width = columns[0], columns[1] - columns[0]
     j, end = visible
@@ -155,12 +154,12 @@ def pair_int8_values(
         whole = width - width % LANES if pairs > 0 else 0
         for column in range(0, whole, LANES):
             pair_codes_by_row(
-                codes, at + column, pages.value_dim, pairs, scales, scale_at, panel,
+                pool, at + column, pages.value_dim, pairs, scales, scale_at, panel,
                 place_of(k, column),
             )  # fmt: skip
         for row in range(rows if whole < width else 0):
             source, scale = at + row * pages.value_dim, scales[scale_at + row]
             for column in range(whole, width):
                 place = place_of(k + row, column)
-                halves[place * 2 + (k + row) % 2] = _bits(codes[source + column], scale)
+                halves[place * 2 + (k + row) % 2] = _bits(pool[source + column], scale)
         j += rows

@@ -12,24 +12,23 @@ from numba.core import cgutils as untyped_cgutils
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu import vectors
 from expertmesh_kernels.cpu.jit import intrinsic, njit
+from expertmesh_kernels.cpu.vectors import LINE_BYTES
 
 types: Any = untyped_types
 cgutils: Any = untyped_cgutils
 
-_ADDRESS = ir.IntType(8).as_pointer()
-_LINE = 64  # bytes of a cache line
-
 
 def _pointer_typing(_context: Any, _address: Any, like: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like.dtype)(types.int64, like), codegen
 
 
 def _copy_typing(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         data = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(data, [data, data, args[2].type])
         copy = cgutils.get_or_insert_function(builder.module, kind, "memmove")
@@ -40,17 +39,14 @@ def _copy_typing(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
 
 
 def _prefetch_typing(_context: Any, array: Any, _at: Any, _count: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), _ADDRESS)
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        data = vectors.element_at(context, builder, signature.args[0], args[0], args[1])
+        address = builder.bitcast(data, vectors.ADDRESS)
         size = builder.mul(args[2], args[2].type(context.get_abi_sizeof(data.type.pointee)))
-        lines = builder.udiv(builder.add(size, size.type(_LINE - 1)), size.type(_LINE))
-        kind = ir.FunctionType(ir.VoidType(), [_ADDRESS] + [ir.IntType(32)] * 3)
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        flags = [ir.IntType(32)(flag) for flag in (0, 2, 1)]  # for reading, into L2, data
-        with cgutils.for_range(builder, lines) as loop:
-            line = builder.gep(address, [builder.mul(loop.index, loop.index.type(_LINE))])
-            builder.call(prefetch, [line, *flags])
+        size = builder.add(size, size.type(LINE_BYTES - 1))
+        with cgutils.for_range(builder, builder.udiv(size, size.type(LINE_BYTES))) as loop:
+            line = builder.mul(loop.index, loop.index.type(LINE_BYTES))
+            vectors.prefetch(builder, builder.gep(address, [line]), vectors.TO_L2)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), codegen

@@ -81,6 +81,11 @@ def pages_of(layer: NDArray[np.generic]) -> Pages:
     raise NotImplementedError
 
 
+def pool_of(pages: Pages, like: NDArray[np.generic]) -> NDArray[np.generic]:
+    """The pool as a flat array of what `pages` counts: elements of the type of `like`, or codes."""
+    raise NotImplementedError
+
+
 def write_row(
     k: NDArray[np.generic],
     k_at: int,
@@ -99,6 +104,11 @@ def _pages_of(layer: Any) -> Any:
     return _int8_pages_of if layer.dtype == types.uint64 else _plain_pages_of
 
 
+@chosen_by_types(pool_of)
+def _pool_of(pages: Any, like: Any) -> Any:
+    return _int8_pool_of if is_int8(pages) else _plain_pool_of
+
+
 @chosen_by_types(write_row)
 def _write_row(k: Any, k_at: Any, v: Any, v_at: Any, pool: Any, pages: Any, slot: Any) -> Any:
     return write_int8_row if is_int8(pages) else _write_plain_row
@@ -108,6 +118,14 @@ def _plain_pages_of(layer: NDArray[np.int64]) -> Pages:
     return Pages(
         layer[0], layer[1], layer[2], layer[3], layer[4], layer[5], layer[6], layer[7], layer[8]
     )
+
+
+def _plain_pool_of(pages: Pages, like: NDArray[np.generic]) -> NDArray[np.generic]:
+    return array_at(pages.address, pages.size, like)
+
+
+def _int8_pool_of(pages: Int8Pages, like: NDArray[np.generic]) -> NDArray[np.int8]:
+    return array_at(pages.address, pages.size, CODES)
 
 
 def _int8_pages_of(layer: NDArray[np.uint64]) -> Int8Pages:
@@ -121,7 +139,7 @@ def write_kv(
     k_stride: int,
     v_address: int,
     v_stride: int,
-    layer: NDArray[np.int64],
+    layer: NDArray[np.integer],
     like: NDArray[np.generic],
     slots_T: NDArray[np.int64],
 ) -> None:
@@ -138,7 +156,7 @@ def write_kv(
         slots_T: block * block_size + offset for each row.
     """
     pages = pages_of(layer)
-    pool = array_at(pages.address, pages.size, like)
+    pool = pool_of(pages, like)
     k_width, v_width = pages.num_heads * pages.key_dim, pages.num_heads * pages.value_dim
     last = slots_T.size - 1
     k = array_at(k_address, last * k_stride + k_width if last >= 0 else 0, like)
@@ -194,21 +212,11 @@ def prefetch_part(
 
     They lie here and there, so that reading them one after the other waits for each.
     """
-    stored, size = stored_elements(pool, pages), pages.block_size
+    size = pages.block_size
     for index in range(begin // size, -(-end // size)):
         block = int(table[index])
-        prefetch(stored, keys_of(pages, block, head), pages.key_dim * size)
-        prefetch(stored, values_of(pages, block, head), pages.value_dim * size)
-
-
-def stored_elements(pool: NDArray[np.generic], pages: Pages | Int8Pages) -> NDArray[np.generic]:
-    """The pool as the elements in which `pages` counts; chosen when a kernel is compiled."""
-    raise NotImplementedError
-
-
-@chosen_by_types(stored_elements)
-def _stored_elements(pool: Any, pages: Any) -> Any:
-    return (lambda pool, pages: codes_of(pages)) if is_int8(pages) else lambda pool, pages: pool
+        prefetch(pool, keys_of(pages, block, head), pages.key_dim * size)
+        prefetch(pool, values_of(pages, block, head), pages.value_dim * size)
 
 
 # --- int8 ---
@@ -218,12 +226,6 @@ CODES = np.empty(0, np.int8)
 _LARGEST = np.float32(127.0)
 _LEAST_PEAK = np.float32(1e-35)
 """A row of smaller numbers becomes zeros: its factor would be subnormal."""
-
-
-@njit
-def codes_of(pages: Int8Pages) -> NDArray[np.int8]:
-    """The pool as codes."""
-    return array_at(pages.address, pages.size, CODES)
 
 
 @njit
@@ -243,21 +245,21 @@ def write_int8_row(
     k_at: int,
     v: NDArray[np.generic],
     v_at: int,
-    pool: NDArray[np.generic],
+    pool: NDArray[np.int8],
     pages: Int8Pages,
     slot: int,
 ) -> None:
-    """See `write_row`; `pool` is that of another type, and not used."""
-    codes, scales, size = codes_of(pages), scales_of(pages), pages.block_size
+    """See `write_row`."""
+    scales, size = scales_of(pages), pages.block_size
     block = slot // size
     offset = slot - block * size
     for head in range(pages.num_heads):
         k_row = k[k_at + head * pages.key_dim : k_at + (head + 1) * pages.key_dim]
         at = scales_at(pages, pages.key_scales_at, block, head) + offset
-        scales[at] = _quantize(k_row, codes[keys_of(pages, block, head) + offset :], size)
+        scales[at] = _quantize(k_row, pool[keys_of(pages, block, head) + offset :], size)
         v_row = v[v_at + head * pages.value_dim : v_at + (head + 1) * pages.value_dim]
         at = scales_at(pages, pages.value_scales_at, block, head) + offset
-        values = codes[values_of(pages, block, head) + offset * pages.value_dim :]
+        values = pool[values_of(pages, block, head) + offset * pages.value_dim :]
         scales[at] = _quantize(v_row, values, 1)
 
 

@@ -22,55 +22,55 @@ _INT16 = ir.IntType(16)
 
 
 def _fma_typing(_context: Any, x: Any, y: Any, z: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return builder.fma(*args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 def _bits_typing(_context: Any, value: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _INT32)
 
     return types.int32(types.float32), codegen
 
 
 def _from_bits_typing(_context: Any, bits: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _FLOAT)
 
     return types.float32(types.int32), codegen
 
 
 def _bits64_typing(_context: Any, value: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(64))
 
     return types.int64(types.float64), codegen
 
 
 def _from_bits64_typing(_context: Any, bits: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.DoubleType())
 
     return types.float64(types.int64), codegen
 
 
 def _widen_typing(_context: Any, stored: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return widen_ir(builder, args[0], stored, _FLOAT)
 
     return types.float32(stored), codegen
 
 
 def _narrow_typing(_context: Any, value: Any, like: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return narrow_ir(builder, args[0], like.dtype)
 
     return like.dtype(types.float32, like), codegen
 
 
-def narrow_ir(builder: Any, value: Any, stored: Any) -> Any:
+def narrow_ir(builder: ir.IRBuilder, value: ir.Value, stored: Any) -> ir.Value:
     """Emit rounding of FP32 to nearest, ties to even; NaN as bfloat16 is 0x7fc0, as in PyTorch.
 
     Args:
@@ -80,25 +80,35 @@ def narrow_ir(builder: Any, value: Any, stored: Any) -> Any:
     """
     if stored == types.float32:
         return value
-    lanes = value.type.count if isinstance(value.type, ir.VectorType) else 0
-
-    def kind(element: Any) -> Any:
-        return ir.VectorType(element, lanes) if lanes else element
-
-    def constant(element: Any, number: int) -> Any:
-        return ir.Constant(kind(element), [number] * lanes if lanes else number)
-
+    words = _like(value, _INT16)
     if stored == types.int16:
-        return builder.bitcast(builder.fptrunc(value, kind(_HALF)), kind(_INT16))
-    bits = builder.bitcast(value, kind(_INT32))
-    is_odd = builder.and_(builder.lshr(bits, constant(_INT32, 16)), constant(_INT32, 1))
-    rounded = builder.add(bits, builder.add(is_odd, constant(_INT32, 0x7FFF)))
-    high = builder.trunc(builder.lshr(rounded, constant(_INT32, 16)), kind(_INT16))
+        return builder.bitcast(builder.fptrunc(value, _like(value, _HALF)), words)
+    bits = round_to_bfloat16(builder, value)
+    return builder.trunc(builder.lshr(bits, _all(bits.type, 16)), words)
+
+
+def round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Emit the bits of bfloat16 in the upper halves of integers; the lower ones hold anything."""
+    kind = _like(value, _INT32)
+    bits = builder.bitcast(value, kind)
+    is_odd = builder.and_(builder.lshr(bits, _all(kind, 16)), _all(kind, 1))
+    rounded = builder.add(bits, builder.add(is_odd, _all(kind, 0x7FFF)))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.select(is_nan, constant(_INT16, 0x7FC0), high)
+    return builder.select(is_nan, _all(kind, 0x7FC00000), rounded)
 
 
-def widen_ir(builder: Any, value: Any, stored: Any, wide: Any) -> Any:
+def _like(value: ir.Value, element: ir.Type) -> ir.Type:
+    """A type of as many lanes as a value has."""
+    is_vector = isinstance(value.type, ir.VectorType)
+    return ir.VectorType(element, value.type.count) if is_vector else element
+
+
+def _all(kind: ir.Type, number: int) -> ir.Constant:
+    """A number, in all lanes if there are several."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+def widen_ir(builder: ir.IRBuilder, value: Any, stored: Any, wide: Any) -> Any:
     """Emit the exact conversion of a stored value (or vector) to FP32.
 
     Args:
@@ -138,8 +148,8 @@ EXP_POLYNOMIAL = (
 )  # fmt: skip
 """Of e ** r = 1 + r + r**2 p(r) for small r, the highest power first."""
 _C0, _C1, _C2, _C3, _C4, _C5 = EXP_POLYNOMIAL
-_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
-_ROUND_BITS = np.int32(0x4B400000)
+ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
+ROUND_BITS = np.int32(0x4B400000)
 
 
 @njit
@@ -150,8 +160,8 @@ def exp(x: np.float32) -> np.float32:
     """
     x = np.float32(-104.0) if x < np.float32(-104.0) else x
     x = np.float32(89.0) if x > np.float32(89.0) else x
-    shifted = fma(x, LOG2_E, _ROUND)
-    whole = shifted - _ROUND
+    shifted = fma(x, LOG2_E, ROUND)
+    whole = shifted - ROUND
     r = fma(whole, LN2_LOW, fma(whole, LN2_HIGH, x))
     p = fma(_C0, r, _C1)
     p = fma(p, r, _C2)
@@ -159,7 +169,7 @@ def exp(x: np.float32) -> np.float32:
     p = fma(p, r, _C4)
     p = fma(p, r, _C5)
     p = fma(p, r * r, r) + np.float32(1.0)
-    exponent = np.int32(float_bits(shifted) - _ROUND_BITS)
+    exponent = np.int32(float_bits(shifted) - ROUND_BITS)
     half = np.int32(exponent >> np.int32(1))  # in two steps, so that subnormal results round once
     return p * _power_of_two(half) * _power_of_two(np.int32(exponent - half))
 

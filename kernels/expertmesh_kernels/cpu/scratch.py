@@ -28,7 +28,7 @@ _ALIGNMENT = 64  # a cache line, and the row of a tile
 _I64 = ir.IntType(64)
 
 
-def stack_array(element: Any, context: Any, builder: Any, count: Any) -> Any:
+def stack_array(element: Any, context: Any, builder: ir.IRBuilder, count: Any) -> Any:
     """Emits a flat array of `count` elements, unset, that ends with the function around it."""
     kind = types.Array(element, 1, "C")
     stored = context.get_data_type(element)
@@ -43,14 +43,14 @@ def stack_array(element: Any, context: Any, builder: Any, count: Any) -> Any:
 
 
 def _like_typing(_context: Any, _count: Any, like: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return stack_array(like.dtype, context, builder, args[0])
 
     return types.Array(like.dtype, 1, "C")(types.intp, like), codegen
 
 
 def _floats_typing(_context: Any, _count: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         return stack_array(types.float32, context, builder, args[0])
 
     return types.Array(types.float32, 1, "C")(types.intp), codegen

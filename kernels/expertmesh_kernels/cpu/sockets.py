@@ -33,12 +33,12 @@ _CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
 _NS_PER_MS = 1_000_000
 
 
-def _call(builder: Any, name: str, result: Any, values: list[Any]) -> Any:
+def _call(builder: ir.IRBuilder, name: str, result: Any, values: list[Any]) -> Any:
     kind = ir.FunctionType(result, [value.type for value in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
 
-def _result(builder: Any, value: Any) -> Any:
+def _result(builder: ir.IRBuilder, value: Any) -> Any:
     """What a function returned, or -errno; as 64 bits."""
     where = _call(builder, _ERRNO, _I32.as_pointer(), [])
     error = builder.neg(builder.sext(builder.load(where), _I64))
@@ -50,7 +50,7 @@ def _transfer(name: str) -> Callable[..., Any]:
     """The typing function of recv or send: (fd, address, count)."""
 
     def typing(_context: Any, _fd: Any, _address: Any, _count: Any) -> Any:
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
             fd, address = builder.trunc(args[0], _I32), builder.inttoptr(args[1], _BYTES)
             return _result(
                 builder, _call(builder, name, _I64, [fd, address, args[2], _I32(_NO_SIGNAL)])
@@ -62,7 +62,7 @@ def _transfer(name: str) -> Callable[..., Any]:
 
 
 def _poll_typing(_context: Any, _address: Any, _count: Any, _timeout_ms: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         address, timeout_ms = builder.inttoptr(args[0], _BYTES), builder.trunc(args[2], _I32)
         return _result(builder, _call(builder, "poll", _I32, [address, args[1], timeout_ms]))
 
@@ -70,7 +70,7 @@ def _poll_typing(_context: Any, _address: Any, _count: Any, _timeout_ms: Any) ->
 
 
 def _clock_typing(_context: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
         now = cgutils.alloca_once(builder, _I64, size=2)  # seconds, nanoseconds
         _call(builder, "clock_gettime", _I32, [_I32(_CLOCK), builder.bitcast(now, _BYTES)])
         seconds, rest = (builder.load(builder.gep(now, [_I32(i)])) for i in range(2))

@@ -66,7 +66,7 @@ llvm.add_symbol(_SYMBOL, _state.ctypes.data)  # compiled code, cached too, finds
 # --- words of the state, in compiled code ---
 
 
-def _word(builder: Any, index: int) -> Any:
+def _word(builder: ir.IRBuilder, index: int) -> Any:
     """Address of a word of the state."""
     kind = ir.ArrayType(_I64, _WORDS)
     module = builder.module
@@ -75,20 +75,20 @@ def _word(builder: Any, index: int) -> Any:
     return builder.gep(state, [_I64(0), _I64(index)], inbounds=True)
 
 
-def _load(builder: Any, index: int) -> Any:
+def _load(builder: ir.IRBuilder, index: int) -> Any:
     return builder.load_atomic(_word(builder, index), "seq_cst", 8)
 
 
-def _store(builder: Any, index: int, value: Any) -> None:
+def _store(builder: ir.IRBuilder, index: int, value: Any) -> None:
     builder.store_atomic(value, _word(builder, index), "seq_cst", 8)
 
 
-def _add(builder: Any, index: int, amount: int) -> Any:
+def _add(builder: ir.IRBuilder, index: int, amount: int) -> Any:
     """The word before the addition."""
     return builder.atomic_rmw("add", _word(builder, index), _I64(amount), "seq_cst")
 
 
-def _pause(builder: Any) -> None:
+def _pause(builder: ir.IRBuilder) -> None:
     if platform.machine() == "x86_64":
         kind = ir.FunctionType(ir.VoidType(), [])
         builder.call(
@@ -96,27 +96,27 @@ def _pause(builder: Any) -> None:
         )
 
 
-def _syscall(builder: Any, numbers: list[Any]) -> None:
+def _syscall(builder: ir.IRBuilder, numbers: list[Any]) -> None:
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     syscall = cgutils.get_or_insert_function(builder.module, kind, "syscall")
     builder.call(syscall, numbers)
 
 
-def _relax(builder: Any) -> None:
+def _relax(builder: ir.IRBuilder) -> None:
     """Wait a little; whoever else can use the core gets it."""
     for _ in range(_PAUSES):
         _pause(builder)
     _syscall(builder, [_I64(_YIELD_NUMBER)])
 
 
-def _futex(builder: Any, operation: int, value: Any) -> None:
+def _futex(builder: ir.IRBuilder, operation: int, value: Any) -> None:
     """futex(&GENERATION, operation, value) without a time limit."""
     address = builder.ptrtoint(_word(builder, _GENERATION), _I64)
     unused = [_I64(0)] * 3
     _syscall(builder, [_I64(_FUTEX_NUMBER), address, _I64(operation), value, *unused])
 
 
-def _take_chunks(builder: Any, entry: Any, environment: Any, count: Any) -> None:
+def _take_chunks(builder: ir.IRBuilder, entry: Any, environment: Any, count: Any) -> None:
     """entry(environment, chunk) for each chunk that this thread gets."""
     loop = builder.append_basic_block("take")
     body = builder.append_basic_block("chunk")
@@ -137,7 +137,7 @@ def _take_chunks(builder: Any, entry: Any, environment: Any, count: Any) -> None
 def _fork_typing(typing_context: Any, kernel: Any, arguments: Any, count: Any) -> Any:
     kernel_signature = kernel.get_call_type(typing_context, (*arguments.types, types.intp), {})
 
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         entry = _entry_of(context, builder, kernel, kernel_signature, signature.args[1])
         environment = cgutils.alloca_once_value(builder, values[1])
         environment = builder.bitcast(environment, _BYTES)
@@ -148,7 +148,7 @@ def _fork_typing(typing_context: Any, kernel: Any, arguments: Any, count: Any) -
 
 
 def _entry_of(
-    context: Any, builder: Any, kernel: Any, kernel_signature: Any, arguments: Any
+    context: Any, builder: ir.IRBuilder, kernel: Any, kernel_signature: Any, arguments: Any
 ) -> Any:
     """A function (address of the arguments, chunk) that calls the kernel.
 
@@ -174,7 +174,7 @@ def _entry_of(
     return entry
 
 
-def _uncounted(builder: Any, kind: Any, value: Any) -> Any:
+def _uncounted(builder: ir.IRBuilder, kind: Any, value: Any) -> Any:
     """An argument whose arrays nobody counts references to: the owner has them until the join.
 
     Counting takes locked instructions, on words that all threads share.
@@ -189,7 +189,7 @@ def _uncounted(builder: Any, kind: Any, value: Any) -> Any:
     return value
 
 
-def _emit_fork(builder: Any, entry: Any, environment: Any, count: Any) -> None:
+def _emit_fork(builder: ir.IRBuilder, entry: Any, environment: Any, count: Any) -> None:
     is_worth = builder.and_(
         builder.icmp_signed(">", count, _I64(1)),
         builder.icmp_signed(">", builder.load(_word(builder, _HELPERS)), _I64(0)),
@@ -212,7 +212,7 @@ def _emit_fork(builder: Any, entry: Any, environment: Any, count: Any) -> None:
     builder.position_at_end(end)
 
 
-def _emit_together(builder: Any, entry: Any, environment: Any, count: Any) -> None:
+def _emit_together(builder: ir.IRBuilder, entry: Any, environment: Any, count: Any) -> None:
     builder.store(builder.ptrtoint(entry, _I64), _word(builder, _FUNCTION))
     builder.store(builder.ptrtoint(environment, _I64), _word(builder, _ENVIRONMENT))
     builder.store(count, _word(builder, _COUNT))
@@ -245,7 +245,7 @@ and returns nothing. Returns when all chunks are done.
 
 
 def _join_typing(_context: Any, seen: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         slot = cgutils.alloca_once_value(builder, _I64(0))
         _emit_wait(builder, args[0], slot)
         generation = _load(builder, _GENERATION)
@@ -261,7 +261,7 @@ def _join_typing(_context: Any, seen: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-def _emit_wait(builder: Any, seen: Any, spins: Any) -> None:
+def _emit_wait(builder: ir.IRBuilder, seen: Any, spins: Any) -> None:
     """Returns once GENERATION is not `seen`."""
     look = builder.append_basic_block("look")
     idle = builder.append_basic_block("idle")
@@ -286,7 +286,7 @@ def _emit_wait(builder: Any, seen: Any, spins: Any) -> None:
 
 
 def _stopped_typing(_context: Any) -> Any:
-    def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
         return _load(builder, _STOP)
 
     return types.int64(), codegen

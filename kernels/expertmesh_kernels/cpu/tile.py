@@ -18,6 +18,22 @@ from numpy.typing import NDArray
 
 from expertmesh_kernels.cpu.jit import intrinsic, njit
 from expertmesh_kernels.cpu.primitives import narrow_ir, widen_ir
+from expertmesh_kernels.cpu.vectors import (
+    ADDRESS,
+    F32,
+    FLOATS,
+    I16,
+    I64,
+    INTS,
+    LANES,
+    LINE_BYTES,
+    byte_at,
+    element_at,
+    everywhere,
+    fma,
+    prefetch,
+    store,
+)
 
 cgutils: Any = untyped_cgutils
 
@@ -28,15 +44,10 @@ HALF_PANEL = PANEL // 2
 MAX_ROWS = 6
 """Rows of the largest tile: 24 accumulator vectors of 16 lanes, of the 32 registers of AVX-512."""
 
-_LANES = 16
-_VECTORS = PANEL // _LANES
-_FLOAT = ir.FloatType()
-_INT32 = ir.IntType(32)
-_WIDE = ir.VectorType(_FLOAT, _LANES)
+_VECTORS = PANEL // LANES
 
 _PREFETCH_UP_TO_ROWS = 4
 _PREFETCH_BYTES = 1024
-_CACHE_LINE = 64
 
 Tile = Callable[..., None]
 
@@ -54,31 +65,30 @@ def _make_tile(rows: int) -> Tile:
         at = types.intp
         return types.void(x, at, at, w, at, at, acc, at), codegen
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         x_type, w_type, acc_type = (signature.args[i] for i in (0, 3, 6))
-        x = _pointer(context, builder, x_type, args[0], args[1])
-        w = _pointer(context, builder, w_type, args[3], args[4])
-        acc = _pointer(context, builder, acc_type, args[6], args[7])
+        x = element_at(context, builder, x_type, args[0], args[1])
+        w = element_at(context, builder, w_type, args[3], args[4])
+        acc = element_at(context, builder, acc_type, args[6], args[7])
         _emit_tile(builder, rows, x, args[2], w, w_type.dtype, args[5], acc)
         return context.get_dummy_value()
 
     return cast(Tile, intrinsic(typing))
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
-    """Address of element `at` of a contiguous array."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [at])
-
-
 def _emit_tile(
-    builder: Any, rows: int, x: Any, x_stride: Any, w: Any, w_dtype: Any, depth: Any, acc: Any
+    builder: ir.IRBuilder,
+    rows: int,
+    x: Any,
+    x_stride: Any,
+    w: Any,
+    w_dtype: Any,
+    depth: Any,
+    acc: Any,
 ) -> None:
     """Emit load accumulators, loop over k, store accumulators."""
-    fma_type = ir.FunctionType(_WIDE, [_WIDE] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{_LANES}f32")
-    places = [_vector_at(builder, acc, PANEL * r + _LANES * v) for r, v in _grid(rows)]
-    sums = [cgutils.alloca_once(builder, _WIDE) for _ in places]  # LLVM keeps these in registers
+    places = [_vector_at(builder, acc, PANEL * r + LANES * v) for r, v in _grid(rows)]
+    sums = [cgutils.alloca_once(builder, FLOATS) for _ in places]  # LLVM keeps these in registers
     for place, total in zip(places, sums, strict=True):
         builder.store(builder.load(place, align=4), total)
     with cgutils.for_range(builder, depth) as loop:
@@ -89,44 +99,37 @@ def _emit_tile(
         columns = [_load_weights(builder, w_k, v, w_dtype) for v in range(_VECTORS)]
         scalars = [_load_scalar(builder, x, x_stride, r, k) for r in range(rows)]
         for (r, v), total in zip(_grid(rows), sums, strict=True):
-            builder.store(builder.call(fma, [scalars[r], columns[v], builder.load(total)]), total)
+            builder.store(fma(builder, scalars[r], columns[v], builder.load(total)), total)
     for place, total in zip(places, sums, strict=True):
         builder.store(builder.load(total), place, align=4)
 
 
-def _emit_prefetch(builder: Any, w_k: Any, w_dtype: Any) -> None:
+def _emit_prefetch(builder: ir.IRBuilder, w_k: Any, w_dtype: Any) -> None:
     """Ask for weights `_PREFETCH_BYTES` ahead; an address past the end is harmless."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte] + [_INT32] * 3)
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    base = builder.bitcast(w_k, byte)
-    for line in range(0, PANEL * element_size(w_dtype), _CACHE_LINE):
-        address = builder.gep(base, [ir.IntType(64)(_PREFETCH_BYTES + line)])
-        builder.call(prefetch, [address, *(_INT32(flag) for flag in (0, 3, 1))])
+    base = builder.bitcast(w_k, ADDRESS)
+    for line in range(0, PANEL * element_size(w_dtype), LINE_BYTES):
+        prefetch(builder, byte_at(builder, base, _PREFETCH_BYTES + line))
 
 
 def _grid(rows: int) -> list[tuple[int, int]]:
     return [(r, v) for r in range(rows) for v in range(_VECTORS)]
 
 
-def _load_scalar(builder: Any, x: Any, x_stride: Any, row: int, k: Any) -> Any:
+def _load_scalar(builder: ir.IRBuilder, x: Any, x_stride: Any, row: int, k: Any) -> Any:
     """x[row * x_stride + k] in all lanes."""
     at = builder.add(builder.mul(x_stride, ir.Constant(x_stride.type, row)), k)
-    undefined = ir.Constant(_WIDE, ir.Undefined)
-    first = builder.insert_element(undefined, builder.load(builder.gep(x, [at])), _INT32(0))
-    mask = ir.Constant(ir.VectorType(_INT32, _LANES), [0] * _LANES)
-    return builder.shuffle_vector(first, undefined, mask)
+    return everywhere(builder, builder.load(builder.gep(x, [at])))
 
 
-def _vector_at(builder: Any, pointer: Any, offset: int, element: Any = _FLOAT) -> Any:
-    address = builder.gep(pointer, [ir.IntType(64)(offset)])
-    return builder.bitcast(address, ir.VectorType(element, _LANES).as_pointer())
+def _vector_at(builder: ir.IRBuilder, pointer: Any, offset: int, element: Any = F32) -> Any:
+    address = builder.gep(pointer, [I64(offset)])
+    return builder.bitcast(address, ir.VectorType(element, LANES).as_pointer())
 
 
-def _load_weights(builder: Any, w_k: Any, vector: int, dtype: Any) -> Any:
-    element = _FLOAT if dtype == types.float32 else ir.IntType(16)
-    place = _vector_at(builder, w_k, _LANES * vector, element)
-    return widen_ir(builder, builder.load(place, align=element_size(dtype)), dtype, _WIDE)
+def _load_weights(builder: ir.IRBuilder, w_k: Any, vector: int, dtype: Any) -> Any:
+    element = F32 if dtype == types.float32 else I16
+    place = _vector_at(builder, w_k, LANES * vector, element)
+    return widen_ir(builder, builder.load(place, align=element_size(dtype)), dtype, FLOATS)
 
 
 def element_size(dtype: Any) -> int:
@@ -137,9 +140,9 @@ def element_size(dtype: Any) -> int:
 def _widen_typing(
     _context: Any, stored: Any, _1: Any, _2: Any, _3: Any, wide: Any, _5: Any, _6: Any
 ) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source = _pointer(context, builder, stored, args[0], args[1])
-        target = _pointer(context, builder, wide, args[4], args[5])
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        source = element_at(context, builder, stored, args[0], args[1])
+        target = element_at(context, builder, wide, args[4], args[5])
         with cgutils.for_range(builder, args[3]) as loop:
             row = builder.gep(source, [builder.mul(loop.index, args[2])])
             wide_row = builder.gep(target, [builder.mul(loop.index, args[6])])
@@ -159,15 +162,15 @@ wide[wide_at + i * wide_stride + c] = stored[at + i * stride + c] for i < count 
 
 
 def _narrow_typing(_context: Any, wide: Any, _1: Any, _2: Any, stored: Any, _4: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source = _pointer(context, builder, wide, args[0], args[1])
-        target = _pointer(context, builder, stored, args[3], args[4])
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        source = element_at(context, builder, wide, args[0], args[1])
+        target = element_at(context, builder, stored, args[3], args[4])
         with cgutils.for_range(builder, args[2]) as loop:
-            first = builder.mul(loop.index, loop.index.type(_LANES))
+            first = builder.mul(loop.index, loop.index.type(LANES))
             value = builder.load(_vector_at(builder, builder.gep(source, [first]), 0), align=4)
             value = narrow_ir(builder, value, stored.dtype)
-            place = builder.bitcast(builder.gep(target, [first]), value.type.as_pointer())
-            builder.store(value, place, align=element_size(stored.dtype))
+            place = builder.gep(target, [first])
+            store(builder, value, place, align=element_size(stored.dtype))
         return context.get_dummy_value()
 
     at = types.intp
@@ -182,17 +185,16 @@ stored[at + c] = wide[wide_at + c] for c < 16 count.
 
 
 def _add_typing(_context: Any, x: Any, y: Any, total: Any, _3: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        zero = ir.IntType(64)(0)
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        zero = I64(0)
         arrays = ((x, args[0]), (y, args[1]), (total, args[2]))
-        places = [_pointer(context, builder, kind, array, zero) for kind, array in arrays]
+        places = [element_at(context, builder, kind, array, zero) for kind, array in arrays]
         with cgutils.for_range(builder, args[3]) as loop:
-            first = builder.mul(loop.index, loop.index.type(_LANES))
+            first = builder.mul(loop.index, loop.index.type(LANES))
             a, b, target = (builder.gep(place, [first]) for place in places)
             terms = [_load_weights(builder, part, 0, x.dtype) for part in (a, b)]
             value = narrow_ir(builder, builder.fadd(*terms), total.dtype)
-            place = builder.bitcast(target, value.type.as_pointer())
-            builder.store(value, place, align=element_size(total.dtype))
+            store(builder, value, target, align=element_size(total.dtype))
         return context.get_dummy_value()
 
     return types.void(x, y, total, types.intp), codegen
@@ -206,16 +208,14 @@ add_strips = cast(Callable[..., None], intrinsic(_add_typing))
 
 
 def _scale_typing(_context: Any, x: Any, _1: Any, _2: Any, target: Any, _4: Any, _5: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source = _pointer(context, builder, x, args[0], ir.IntType(64)(0))
-        place = _pointer(context, builder, target, args[3], args[4])
-        first = builder.insert_element(ir.Constant(_WIDE, ir.Undefined), args[2], _INT32(0))
-        mask = ir.Constant(ir.VectorType(_INT32, _LANES), [0] * _LANES)
-        factor = builder.shuffle_vector(first, first, mask)
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        source = element_at(context, builder, x, args[0], I64(0))
+        place = element_at(context, builder, target, args[3], args[4])
+        factor = everywhere(builder, args[2])
         with cgutils.for_range(builder, args[1]) as loop:
             row = builder.gep(source, [builder.mul(loop.index, loop.index.type(PANEL))])
             out = builder.gep(place, [builder.mul(loop.index, args[5])])
-            for column in range(0, PANEL, _LANES):
+            for column in range(0, PANEL, LANES):
                 value = builder.load(_vector_at(builder, row, column), align=4)
                 value = builder.fmul(value, factor)
                 builder.store(value, _vector_at(builder, out, column), align=4)
@@ -235,11 +235,11 @@ target[at + r * stride + c] = x[64 r + c] * factor for r < rows and c < 64.
 def _transpose_typing(
     _context: Any, stored: Any, _1: Any, _2: Any, wide: Any, _4: Any, _5: Any
 ) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source = _pointer(context, builder, stored, args[0], args[1])
-        target = _pointer(context, builder, wide, args[3], args[4])
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
+        source = element_at(context, builder, stored, args[0], args[1])
+        target = element_at(context, builder, wide, args[3], args[4])
         rows = []
-        for i in range(_LANES):
+        for i in range(LANES):
             row = builder.gep(source, [builder.mul(args[2], ir.Constant(args[2].type, i))])
             rows.append(_load_weights(builder, row, 0, stored.dtype))
         for i, column in enumerate(_transposed(builder, rows)):
@@ -251,14 +251,14 @@ def _transpose_typing(
     return types.void(stored, at, at, wide, at, at), codegen
 
 
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
     """Swap the off-diagonal blocks of size 8, then 4, 2, 1: the transpose of 16 vectors."""
     rows = list(rows)
     for step in (8, 4, 2, 1):
-        lanes = range(_LANES)
-        upper = [lane + _LANES - step if lane & step else lane for lane in lanes]
-        lower = [lane + _LANES if lane & step else lane + step for lane in lanes]
-        masks = [ir.Constant(ir.VectorType(_INT32, _LANES), mask) for mask in (upper, lower)]
+        lanes = range(LANES)
+        upper = [lane + LANES - step if lane & step else lane for lane in lanes]
+        lower = [lane + LANES if lane & step else lane + step for lane in lanes]
+        masks = [ir.Constant(INTS, mask) for mask in (upper, lower)]
         for i in (row for row in lanes if not row & step):
             pair = rows[i], rows[i + step]
             rows[i], rows[i + step] = (builder.shuffle_vector(*pair, mask) for mask in masks)

@@ -33,7 +33,7 @@ HAS_FUTEX = sys.platform == "linux" and _FUTEX != 0
 def _operation(num_arguments: int, emit: Callable[..., Any]) -> Callable[..., Any]:
     """An operation of the address of a word, and numbers, that returns a number."""
 
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Any) -> Any:
         word = builder.inttoptr(args[0], _I64.as_pointer())
         return emit(builder, word, *args[1:])
 
@@ -46,31 +46,31 @@ def _operation(num_arguments: int, emit: Callable[..., Any]) -> Callable[..., An
     return intrinsic(typings[num_arguments])
 
 
-def _emit_load(builder: Any, word: Any) -> Any:
+def _emit_load(builder: ir.IRBuilder, word: Any) -> Any:
     return builder.load_atomic(word, _ORDER, 8)
 
 
-def _emit_add(builder: Any, word: Any, amount: Any) -> Any:
+def _emit_add(builder: ir.IRBuilder, word: Any, amount: Any) -> Any:
     return builder.atomic_rmw("add", word, amount, _ORDER)
 
 
-def _emit_exchange(builder: Any, word: Any, value: Any) -> Any:
+def _emit_exchange(builder: ir.IRBuilder, word: Any, value: Any) -> Any:
     return builder.atomic_rmw("xchg", word, value, _ORDER)
 
 
-def _emit_replace(builder: Any, word: Any, expected: Any, value: Any) -> Any:
+def _emit_replace(builder: ir.IRBuilder, word: Any, expected: Any, value: Any) -> Any:
     result = builder.cmpxchg(word, expected, value, _ORDER, _ORDER)
     return builder.zext(builder.extract_value(result, 1), _I64)
 
 
-def _futex(builder: Any, word: Any, operation: int, value: Any, limit: Any) -> Any:
+def _futex(builder: ir.IRBuilder, word: Any, operation: int, value: Any, limit: Any) -> Any:
     kind = ir.FunctionType(_I64, [_I64], var_arg=True)
     syscall = cgutils.get_or_insert_function(builder.module, kind, "syscall")
     address = builder.ptrtoint(word, _I64)
     return builder.call(syscall, [_I64(_FUTEX), address, _I64(operation), value, limit])
 
 
-def _emit_wait(builder: Any, word: Any, seen: Any, timeout_ns: Any) -> Any:
+def _emit_wait(builder: ir.IRBuilder, word: Any, seen: Any, timeout_ns: Any) -> Any:
     """Sleeps while the low half of the word is `seen`."""
     limit = cgutils.alloca_once(builder, _I64, size=2)  # seconds, nanoseconds
     for i, part in enumerate((builder.sdiv, builder.srem)):
@@ -78,7 +78,7 @@ def _emit_wait(builder: Any, word: Any, seen: Any, timeout_ns: Any) -> Any:
     return _futex(builder, word, _WAIT, seen, builder.ptrtoint(limit, _I64))
 
 
-def _emit_wake(builder: Any, word: Any, count: Any) -> Any:
+def _emit_wake(builder: ir.IRBuilder, word: Any, count: Any) -> Any:
     return _futex(builder, word, _WAKE, count, _I64(0))
 
 

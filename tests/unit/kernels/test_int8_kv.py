@@ -24,6 +24,7 @@ from tests.unit.kernels.test_paged_attention import (
     LENGTHS,
     Case,
     check_reference,
+    check_same_bits,
     heads_of,
     make_case,
     poisoned_cache,
@@ -48,14 +49,7 @@ def test_a_row_has_the_same_bits_alone_in_chunks_and_in_any_order(
     name: str, dtype: torch.dtype, window: int | None
 ) -> None:
     """Decode, prefill chunks of any size and shuffled batches agree bit by bit."""
-    case = make_case(name, dtype, window, softcap=5.0, sinks=True, int8=True)
-    rows = np.arange(sum(LENGTHS))
-    together = case.run(rows)
-    order = np.random.default_rng(1).permutation(rows)
-    assert torch.equal(together[torch.from_numpy(order)], case.run(order))
-    for size in (1, 5, 16):
-        chunks = [case.run(rows[i : i + size]) for i in range(0, len(rows), size)]
-        assert torch.equal(together, torch.cat(chunks))
+    check_same_bits(make_case(name, dtype, window, softcap=5.0, sinks=True, int8=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

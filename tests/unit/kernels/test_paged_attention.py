@@ -131,6 +131,17 @@ def heads_of(fused_TW: Tensor, layout: KvLayout) -> tuple[Tensor, Tensor]:
     return k_TnD, v_TnD
 
 
+def check_same_bits(case: Case) -> None:
+    """Rows together, in another order, alone and in chunks."""
+    rows = np.arange(sum(LENGTHS))
+    together = case.run(rows)
+    order = np.random.default_rng(1).permutation(rows)
+    assert torch.equal(together[torch.from_numpy(order)], case.run(order))
+    for size in (1, 5, 16):
+        chunks = [case.run(rows[i : i + size]) for i in range(0, len(rows), size)]
+        assert torch.equal(together, torch.cat(chunks))
+
+
 def check_reference(case: Case) -> None:
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
     limit = tolerance[case.q_TnD.dtype]
@@ -161,14 +172,7 @@ def test_a_row_has_the_same_bits_alone_in_chunks_and_in_any_order(
     name: str, dtype: torch.dtype, window: int | None
 ) -> None:
     """Decode, prefill chunks of any size and shuffled batches agree bit by bit."""
-    case = make_case(name, dtype, window, softcap=5.0, sinks=True)
-    rows = np.arange(sum(LENGTHS))
-    together = case.run(rows)
-    order = np.random.default_rng(1).permutation(rows)
-    assert torch.equal(together[torch.from_numpy(order)], case.run(order))
-    for size in (1, 5, 16):
-        chunks = [case.run(rows[i : i + size]) for i in range(0, len(rows), size)]
-        assert torch.equal(together, torch.cat(chunks))
+    check_same_bits(make_case(name, dtype, window, softcap=5.0, sinks=True))
 
 
 @pytest.mark.parametrize("name", ["64", "latent"])
