@@ -34,6 +34,8 @@ class WorkerIdentity:
     numerics_fingerprint: bytes
     row_credits: int
     """Token rows that one stream may have in flight."""
+    node: str = ""
+    """Machine that it runs on."""
 
 
 class WorkerState:
@@ -257,15 +259,25 @@ class WorkerState:
             numerics_fingerprint=self.identity.numerics_fingerprint,
             device=str(self.store.device),
             capacity=self._capacity(),
-            layers=[
-                pb.LayerExperts(layer=layer, resident=held.resident, retiring=held.retiring)
-                for layer, held in self.store.residency().items()
-            ],
+            layers=self._layers(),
             draining=self._draining,
             load=self.load(),
             row_credits=self.identity.row_credits,
             sequence=sequence,
+            node=self.identity.node,
         )
+
+    def _layers(self) -> list[pb.LayerExperts]:
+        pairs_LE = self.pairs_LE()
+        return [
+            pb.LayerExperts(
+                layer=layer,
+                resident=held.resident,
+                retiring=held.retiring,
+                pairs=pairs_LE[layer, list(held.resident)].tolist(),
+            )
+            for layer, held in self.store.residency().items()
+        ]
 
     def _model(self) -> pb.ModelIdentity:
         checkpoint, config = self.store.checkpoint, self.store.config

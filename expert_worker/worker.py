@@ -68,6 +68,7 @@ class ExpertWorker:
                 dtype, self.store.device, self.store.code_names
             ),
             row_credits=settings.row_credits,
+            node=settings.node or socket.gethostname(),
         )
         self.server = ExpertServer(
             self.store,

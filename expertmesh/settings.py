@@ -270,6 +270,9 @@ class ExpertWorkerOptions(Settings):
     """Device of the weights, as torch names it."""
     worker_id: str | None = None
     """Name in logs and status; by default host name and port (process id where the port is 0)."""
+    node: str | None = None
+    """Name of the machine, by default the host name: copies of an expert are put on different ones.
+    """
     max_streams: int = 16
     """Attention workers that may be connected at a time."""
     row_credits: int = 4096

@@ -146,7 +146,7 @@ class WatchRequest(_message.Message):
     def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "protocol_revision", "model", "numerics_fingerprint", "device", "capacity", "layers", "draining", "load", "row_credits", "sequence")
+    __slots__ = ("worker_id", "incarnation", "protocol_revision", "model", "numerics_fingerprint", "device", "capacity", "layers", "draining", "load", "row_credits", "sequence", "node")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +159,7 @@ class WatchResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ROW_CREDITS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     protocol_revision: int
@@ -171,7 +172,8 @@ class WatchResponse(_message.Message):
     load: LoadCounters
     row_credits: int
     sequence: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[LoadCounters, _Mapping]] = ..., row_credits: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+    node: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[LoadCounters, _Mapping]] = ..., row_credits: _Optional[int] = ..., sequence: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ModelIdentity(_message.Message):
     __slots__ = ("fingerprint", "name", "num_layers", "num_experts", "hidden_size", "dtype", "expert_dtype")
@@ -204,14 +206,16 @@ class Capacity(_message.Message):
     def __init__(self, expert_slots: _Optional[int] = ..., used_expert_slots: _Optional[int] = ..., bytes_per_expert: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
 
 class LayerExperts(_message.Message):
-    __slots__ = ("layer", "resident", "retiring")
+    __slots__ = ("layer", "resident", "retiring", "pairs")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
     RETIRING_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     resident: _containers.RepeatedScalarFieldContainer[int]
     retiring: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[int] = ..., resident: _Optional[_Iterable[int]] = ..., retiring: _Optional[_Iterable[int]] = ...) -> None: ...
+    pairs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., resident: _Optional[_Iterable[int]] = ..., retiring: _Optional[_Iterable[int]] = ..., pairs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadCounters(_message.Message):
     __slots__ = ("calls", "errors", "rows", "pairs", "compute_us", "queued_calls", "streams")

@@ -41,7 +41,7 @@ def loaded_store(checkpoint: Checkpoint, dtype: DtypeName, experts: str = "all")
 
 def identity(worker_id: str = "worker", row_credits: int = ROW_CREDITS) -> WorkerIdentity:
     """A new life."""
-    return WorkerIdentity(worker_id, incarnation(), b"numerics", row_credits)
+    return WorkerIdentity(worker_id, incarnation(), b"numerics", row_credits, "a machine")
 
 
 @contextmanager

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 
@@ -17,6 +19,7 @@ from expertmesh.checkpoint import Checkpoint
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
 from tests.conftest import Models
+from tests.support.direct_calls import ask, connection_to
 from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
 from tests.support.expert_wire import TIMEOUT_S, RawStream, busy_device, channel, health, request
 from tests.support.processes import poll
@@ -55,6 +58,7 @@ def test_watch_tells_everything_at_once(server: ExpertServer) -> None:
     held = {layer.layer: list(layer.resident) for layer in state.layers}
     assert held == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}
     assert state.row_credits == ROW_CREDITS
+    assert state.node == "a machine"
 
 
 def test_watch_tells_changes_at_once(server: ExpertServer) -> None:
@@ -68,6 +72,26 @@ def test_watch_tells_changes_at_once(server: ExpertServer) -> None:
         assert time.monotonic() - started < 5.0
         assert list(second.layers[1].resident) == [0, 1, 2, 3, 7]
         assert second.sequence > first.sequence
+
+
+def test_watch_counts_the_pairs_of_each_expert(server: ExpertServer) -> None:
+    """One number for each resident expert, of calls that Python and compiled code answered."""
+    for answered_directly in (False, True):
+        with channel(server) as opened:
+            before = next(iter(rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest())))
+            message = request(server)
+            if answered_directly:
+                with connection_to(server) as direct:
+                    assert ask(direct, message.SerializeToString()).HasField("outputs")
+            else:
+                (reply,) = RawStream(opened, [message.SerializeToString()]).read()
+                assert reply.HasField("outputs")
+            after = next(iter(rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest())))
+        chosen = Counter(np.frombuffer(message.expert_ids, "<u4").tolist())
+        for old, new in zip(before.layers, after.layers, strict=True):
+            added = [b - a for a, b in zip(old.pairs, new.pairs, strict=True)]
+            here = new.layer == message.id.layer
+            assert added == [chosen[expert] if here else 0 for expert in new.resident]
 
 
 def test_watch_has_a_heartbeat(server: ExpertServer) -> None:
