@@ -118,11 +118,12 @@ class Routes:
         return usable[expert % len(usable)] if usable else -1
 
     def _usable(self, layer: int, expert: int, tried: Tried) -> list[int]:
-        """Expert workers to ask; those that let a call time out only if there are no others."""
+        """Expert workers to ask; who let a call time out, or leaves, only for want of others."""
         failed = tried.get(expert, ())
         holders = self.expert_map.holders.get((layer, expert), ())
         usable = [i for i in holders if i not in failed and self.streams[i].usable]
-        return [i for i in usable if not self.streams[i].suspect] or usable
+        trusted = [i for i in usable if not self.streams[i].suspect] or usable
+        return list(self.expert_map.staying(trusted))
 
     def _why(self, missing: Sequence[tuple[int, int]]) -> str:
         holders = {index for pair in missing for index in self.expert_map.holders.get(pair, ())}

@@ -129,4 +129,5 @@ def _entry(worker: pb.ExpertMapWorker) -> ExpertWorkerEntry:
         incarnation=worker.incarnation,
         resident={layer.layer: tuple(sorted(layer.resident)) for layer in worker.layers},
         row_credits=worker.row_credits,
+        leaving=worker.leaving,
     )

@@ -27,6 +27,8 @@ class ExpertWorkerEntry:
     resident: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Layer to experts, ascending; retiring experts are left out."""
     row_credits: int = 0
+    leaving: bool = False
+    """It is about to end: its copies are used only for experts without another one."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,15 @@ class ExpertMap:
         Copies of an expert take turns by expert number, so that experts with the same holders
         spread over them.
         """
-        holders = self.holders
         table = np.full((len(self.moe_layers), self.num_experts), -1, dtype=np.int32)
-        for (layer, expert), workers in holders.items():
+        for (layer, expert), holders in self.holders.items():
+            workers = self.staying(holders)
             table[self.layer_slots[layer], expert] = workers[expert % len(workers)]
         return table
+
+    def staying(self, holders: Sequence[int]) -> Sequence[int]:
+        """Those of some expert workers that are not leaving; all of them if all are."""
+        return [index for index in holders if not self.workers[index].leaving] or holders
 
     @cached_property
     def holders(self) -> dict[tuple[int, int], tuple[int, ...]]:

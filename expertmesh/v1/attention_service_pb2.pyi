@@ -285,18 +285,20 @@ class StepResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[SlotFailure, _Mapping]]] = ..., dispatch_us: _Optional[int] = ..., sampling_us: _Optional[int] = ...) -> None: ...
 
 class ExpertMapWorker(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "layers", "row_credits")
+    __slots__ = ("worker_id", "address", "incarnation", "layers", "row_credits", "leaving")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     ROW_CREDITS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: int
     layers: _containers.RepeatedCompositeFieldContainer[_expert_service_pb2.LayerExperts]
     row_credits: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_expert_service_pb2.LayerExperts, _Mapping]]] = ..., row_credits: _Optional[int] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_expert_service_pb2.LayerExperts, _Mapping]]] = ..., row_credits: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class ExpertMapUpdate(_message.Message):
     __slots__ = ("epoch", "gateway", "workers")

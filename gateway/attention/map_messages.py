@@ -30,4 +30,5 @@ def _worker(entry: ExpertWorkerEntry) -> pb.ExpertMapWorker:
         incarnation=entry.incarnation,
         layers=layers,
         row_credits=entry.row_credits,
+        leaving=entry.leaving,
     )
