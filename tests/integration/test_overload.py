@@ -26,11 +26,13 @@ from tests.support.mixed_load import (
     client,
     mixed_request,
 )
-from tests.support.processes import poll, processes_of
+from tests.support.processes import poll, processes_of, stopped
 
 NUM_QUICK, NUM_ALL = 48, 200
 KV_TOKENS = 640
-"""Of the KV cache: the prompts and outputs of some eight requests."""
+"""Of the KV cache: the prompts of some twenty requests."""
+MAX_TOKENS = 80
+"""Of an output: what begins to run together does not fit to its end."""
 
 
 @pytest.fixture(
@@ -38,7 +40,10 @@ KV_TOKENS = 640
 )
 def requests(request: pytest.FixtureRequest) -> list[MixedRequest]:
     """The load."""
-    return [mixed_request(number) for number in range(request.param)]
+    return [
+        mixed_request(number, max_prompt=30, max_tokens=MAX_TOKENS)
+        for number in range(request.param)
+    ]
 
 
 @contextmanager
@@ -106,7 +111,7 @@ def _ask_everything_at_once(
         len(token_ids) for outcome in alone for token_ids, _, _ in outcome.choices.values()
     )
     assert num_tokens > KV_TOKENS, "the outputs alone fit: the test shows nothing"
-    outcomes = asyncio.run(_together(server.api.port, requests))
+    outcomes = asyncio.run(_while_nothing_is_computed(server, requests))
     check_all(outcomes, alone, requests)
     check_nothing_is_held(server.api)
     after = server.api.metrics()
@@ -142,6 +147,21 @@ def _lose_attention_worker(
     assert _attention_worker(server).pid != victim.pid
 
 
+async def _while_nothing_is_computed(
+    server: Server, requests: Sequence[MixedRequest]
+) -> list[Outcome]:
+    """All requests are there before any is computed, however quick the server is."""
+    with stopped(_attention_worker(server)):
+        load = asyncio.create_task(_together(server.api.port, requests))
+        await asyncio.to_thread(
+            poll,
+            lambda: _num_unfinished(server.api) >= len(requests),
+            timeout_s=20.0,
+            what="all requests are there",
+        )
+    return await load
+
+
 async def _kill_meanwhile(
     server: Server, victim: psutil.Process, requests: Sequence[MixedRequest]
 ) -> list[Outcome]:
@@ -151,6 +171,11 @@ async def _kill_meanwhile(
     )
     victim.kill()
     return await load
+
+
+def _num_unfinished(api: Api) -> float:
+    metrics = api.metrics()
+    return metrics["moe_num_requests_running"] + metrics["moe_num_requests_waiting"]
 
 
 def _num_running(api: Api) -> float:

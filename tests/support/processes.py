@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -69,6 +70,16 @@ def processes_of(marker: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """The process does nothing meanwhile."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
 
 
 def free_port() -> int:
