@@ -8,12 +8,12 @@ business (block tables arrive with the steps); this file only knows how many the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from attention_worker.kv_groups import KvPlan, plan_kv_groups
 from expertmesh.errors import SettingsError
+from expertmesh.host_memory import available_host_memory
 from expertmesh.kv_groups import KvGroups
 from expertmesh.model_config import KvLayout, ModelConfig
 from expertmesh_kernels.decoder_layers import LayerPages
@@ -156,27 +156,4 @@ def available_memory(device: torch.device) -> int:
     """Free bytes of the device; for the CPU within the limit of the control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _meminfo_available(Path("/proc/meminfo"))
-    limit, used = (_cgroup_bytes(Path("/sys/fs/cgroup") / name) for name in _CGROUP_FILES)
-    if limit is None:
-        return free
-    return max(0, min(free, limit - (used or 0)))
-
-
-_CGROUP_FILES = ("memory.max", "memory.current")
-
-
-def _meminfo_available(path: Path) -> int:
-    """MemAvailable in bytes; 4 GiB where the operating system has no such file."""
-    if not path.exists():
-        return 4 * 2**30
-    fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def _cgroup_bytes(path: Path) -> int | None:
-    """A number from a file of the control group; None without a file or limit."""
-    if not path.exists():
-        return None
-    text = path.read_text().strip()
-    return None if text == "max" else int(text)
+    return available_host_memory()

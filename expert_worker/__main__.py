@@ -8,7 +8,7 @@ import logging
 import sys
 import typing
 
-from expert_worker.selection import parse_experts
+from expert_worker.selection import chosen_experts
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import settle
 from expertmesh.errors import SettingsError, StartupError
@@ -77,7 +77,7 @@ def _serve(
 ) -> None:
     share = settle(settings.threads, settings.cores)
     checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
-    parse_experts(settings.experts, checkpoint.config.num_experts)  # refused at once if wrong
+    chosen_experts(settings.experts, checkpoint.config, settings.expert_slots)  # or refused at once
     # Numba and torch come now, after settings were checked.
     from expertmesh_kernels.compile_elsewhere import compile_elsewhere, end_of_start
 
@@ -87,6 +87,7 @@ def _serve(
 
     worker = ExpertWorker(settings, checkpoint, metrics_port)
     logger.info("kernels use %s", share)  # after what can be refused: an error is all that is said
+    worker.start()
     stopping.orderly()
     try:
         if worker.load(stopping):

@@ -1,7 +1,7 @@
 """`python -m expert_worker.compile MODEL ...`: compiles what such a worker will need.
 
-Loads an expert of zeros into each layer of a small model, runs every kernel once, and ends. Takes
-the arguments of `python -m expert_worker`.
+Runs every kernel once with experts of zeros of a small model, and ends. Takes the arguments of
+`python -m expert_worker`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model
 from expertmesh.settings import ExpertWorkerSettings, data_home
 from expertmesh.stand_in import StandIn
-from expertmesh.stop_request import StopRequest
 
 _HOST = "127.0.0.1"
 
@@ -32,7 +31,7 @@ def _compile(settings: ExpertWorkerSettings) -> None:
 
 
 def compile_kernels(settings: ExpertWorkerSettings, checkpoint: Checkpoint) -> None:
-    """Runs every kernel once, with one expert.
+    """Runs every kernel once.
 
     Args:
         settings: Of the worker.
@@ -41,16 +40,17 @@ def compile_kernels(settings: ExpertWorkerSettings, checkpoint: Checkpoint) -> N
     from expert_worker.worker import ExpertWorker  # torch
 
     worker = ExpertWorker(_alone(settings), checkpoint)
-    worker.load(StopRequest())
+    worker.start()
     worker.stop()
 
 
 def _alone(settings: ExpertWorkerSettings) -> ExpertWorkerSettings:
-    """With one expert, and where nobody finds it."""
+    """Without experts, and where nobody finds it."""
     direct_port = min(settings.direct_port, 0)
     return replace(
-        settings, host=_HOST, port=0, direct_port=direct_port, experts="0", drain_grace_s=0.0
-    )
+        settings, host=_HOST, port=0, direct_port=direct_port, experts="none", expert_slots=None,
+        drain_grace_s=0.0,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

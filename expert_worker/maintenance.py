@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from expert_worker.memory import give_back_freed_memory
+from expert_worker.memory import check_memory, give_back_freed_memory
 from expert_worker.state import WorkerState
 from expert_worker.store import count_experts
 from expertmesh.errors import ExpertMeshError, WireError
@@ -130,8 +130,12 @@ class Maintenance:
             if self._state.stopping:
                 return
             events.put((layer, expert, pb.EXPERT_STATE_LOADING, ""))
-            error = _attempt(partial(self._store.load, layer, expert))
+            error = _attempt(partial(self._load_one, layer, expert))
             events.put(_outcome(layer, expert, pb.EXPERT_STATE_RESIDENT, error))
+
+    def _load_one(self, layer: int, expert: int) -> None:
+        check_memory(self._store)
+        self._store.load(layer, expert)
 
     def _unload(self, experts: ExpertIds, retire_s: float, events: Events) -> None:
         retired = []

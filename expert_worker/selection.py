@@ -5,11 +5,35 @@ from __future__ import annotations
 import re
 
 from expertmesh.errors import SettingsError
+from expertmesh.model_config import ModelConfig
 from expertmesh.placement import expert_share
 
 _SHARE = re.compile(r"(\d{1,9})/(\d{1,9})")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _EXPECTED = "expected all, none, a share i/n (from 0/n to n-1/n) or ids such as 0-3,6"
+
+
+def chosen_experts(
+    text: str, config: ModelConfig, num_slots: int | None
+) -> tuple[tuple[int, int], ...]:
+    """(layer, expert) of all that is loaded at start, in the order of layers.
+
+    Args:
+        text: See `parse_experts`.
+        config: The model.
+        num_slots: Most experts at a time; None for no limit.
+
+    Raises:
+        SettingsError: Malformed, names an expert that the model does not have, or too many.
+    """
+    experts = parse_experts(text, config.num_experts)
+    chosen = tuple((layer, expert) for layer in config.moe_layers for expert in experts)
+    if num_slots is not None and len(chosen) > num_slots:
+        raise SettingsError(
+            f"experts is {text!r}, {len(chosen)} of all layers, but expert_slots is {num_slots}",
+            fix=f"use --expert-slots {len(chosen)} or more, or fewer experts",
+        )
+    return chosen
 
 
 def parse_experts(text: str, num_experts: int) -> tuple[int, ...]:

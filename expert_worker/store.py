@@ -138,6 +138,22 @@ class ExpertStore:
         held = {self._codings[layer].kind if layer in self._codings else None for layer in layers}
         return tuple(sorted(held, key=str))
 
+    def first_layers(self) -> tuple[int, ...]:
+        """The first MoE layer of each kind: layers of a kind use the same kernels."""
+        first: dict[object, int] = {}
+        for layer in self.config.moe_layers:
+            ffn = self.config.moe_ffn(layer)
+            first.setdefault((self._codings.get(layer), ffn.activation, ffn.bias), layer)
+        return tuple(first.values())
+
+    def limit_slots(self, num_slots: int) -> None:
+        """Holds no more experts than this from now on; those that it holds stay.
+
+        Args:
+            num_slots: Most experts at a time; all of the model are enough.
+        """
+        self.num_slots = min(num_slots, count_experts(self.config))
+
     def packed_likes(self) -> dict[int, npt.NDArray[np.generic]]:
         """MoE layer to how its experts are packed on the CPU; see `packed_like`."""
         kinds = {layer: self._codings.get(layer) for layer in self.config.moe_layers}

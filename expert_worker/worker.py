@@ -10,14 +10,15 @@ import time
 
 import torch
 
-from expert_worker.memory import give_back_freed_memory
+from expert_worker.memory import affordable_slots, check_memory, give_back_freed_memory
 from expert_worker.metrics import serve_metrics
-from expert_worker.selection import parse_experts
+from expert_worker.selection import chosen_experts
 from expert_worker.server import ExpertServer
 from expert_worker.state import WorkerIdentity
-from expert_worker.store import ExpertStore
+from expert_worker.store import ExpertStore, ExpertStoreError
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import threads_of_environment
+from expertmesh.errors import StartupError
 from expertmesh.model_config import DtypeName
 from expertmesh.settings import ExpertWorkerSettings
 from expertmesh.stop_request import StopRequest
@@ -31,7 +32,8 @@ _REPORT_INTERVAL_S = 5.0
 
 
 class ExpertWorker:
-    """A server that answers health checks and Watch at once, and calls as experts arrive.
+    """A server that answers health checks and Watch once `start` was called, and calls as experts
+    arrive, at once or later: its kernels are warm before it holds any.
 
     Args:
         settings: Where to serve and how.
@@ -53,7 +55,7 @@ class ExpertWorker:
         start_team(threads_of_environment() or 1)
         self._settings = settings
         config = checkpoint.config
-        self._experts = parse_experts(settings.experts, config.num_experts)
+        self._chosen = chosen_experts(settings.experts, config, settings.expert_slots)
         dtype: DtypeName = config.dtype if settings.dtype == "auto" else settings.dtype
         self.store = ExpertStore(
             checkpoint, dtype, settings.device, expert_dtype=settings.expert_dtype
@@ -83,33 +85,45 @@ class ExpertWorker:
             self._metrics = serve_metrics(self.server.state, settings.host, metrics_port)
             port = self._metrics[0].server_port
             logger.info("metrics on http://%s:%d/metrics", settings.host, port)
+
+    def start(self) -> None:
+        """Warms up the kernels, decides how many experts there is room for, and begins to serve.
+
+        Raises:
+            CheckpointError: An expert cannot be read.
+        """
+        for layer in self.store.first_layers():
+            self._warm_up(layer)
+        gc.collect()
+        give_back_freed_memory()
+        self.store.limit_slots(self._settings.expert_slots or self._affordable_slots())
         self.server.start()
 
     def load(self, stopping: StopRequest) -> bool:
         """Loads the experts of the settings, then says that it is healthy; False if interrupted.
 
         Raises:
-            CheckpointError: An expert cannot be read.
+            StartupError: An expert cannot be read or held.
         """
-        wanted = [
-            (layer, expert) for layer in self.store.config.moe_layers for expert in self._experts
-        ]
         reported_s = time.monotonic()
-        for done, (layer, expert) in enumerate(wanted):
+        for done, (layer, expert) in enumerate(self._chosen):
             if stopping.made:
                 return False
-            self.store.load(layer, expert)
+            try:
+                check_memory(self.store)
+                self.store.load(layer, expert)
+            except ExpertStoreError as error:
+                raise StartupError(str(error), fix="use fewer --experts") from error
             if time.monotonic() - reported_s > _REPORT_INTERVAL_S:
                 reported_s = time.monotonic()
-                logger.info("loaded %d of %d experts", done + 1, len(wanted))
-        self._warm_up()
-        gc.collect()
+                logger.info("loaded %d of %d experts", done + 1, len(self._chosen))
         give_back_freed_memory()
         self.server.set_ready()
         logger.info(
-            "serving %d experts of %s (%.1f MiB, %s) on %s:%d",
+            "serving %d experts of %s, with room for %d (%.1f MiB, %s) on %s:%d",
             self.store.num_used_slots,
             self.store.checkpoint.name,
+            self.store.num_slots,
             self.store.resident_bytes / 2**20,
             self.store.plan.name,
             self._settings.host,
@@ -126,7 +140,16 @@ class ExpertWorker:
             server.server_close()
             thread.join(2.0)
 
-    def _warm_up(self) -> None:
-        """Compiles the kernels of calls before there is one; formats of layers may differ."""
-        for layer, held in self.store.residency().items():
-            self.server.warm_up(layer, held.resident[0])
+    def _warm_up(self, layer: int) -> None:
+        """Compiles the kernels of calls before there is one, with an expert that does not stay."""
+        self.store.load(layer, 0)
+        self.server.warm_up(layer, 0)
+        self.store.retire(layer, 0)
+        self.store.unload(layer, 0, timeout_s=0.0)
+
+    def _affordable_slots(self) -> int:
+        """What free memory has room for, and those of the settings in any case."""
+        found, wanted = affordable_slots(self.store), len(self._chosen)
+        if found < wanted:
+            logger.warning("free memory has room for %d experts, perhaps not for %d", found, wanted)
+        return max(found, wanted)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from expertmesh.cgroups import groups_around, read_text
 from expertmesh.errors import SettingsError
 
 THREADS = "EXPERTMESH_THREADS"
@@ -179,31 +180,16 @@ def cgroup_quota(root: Path = Path("/")) -> float:
     The least of its own limit and those of the groups around it counts. Both versions of cgroups;
     what cannot be read limits nothing.
     """
-    quotas = [math.inf]
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        parts = path.strip("/").split("/") if path.strip("/") else []
-        base = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        for depth in range(len(parts) + 1):
-            quotas.append(_quota_of(base.joinpath(*parts[:depth]), version=1 if controllers else 2))
-    return min(quotas)
+    groups = groups_around("cpu", root)
+    return min((_quota_of(folder, version) for folder, version in groups), default=math.inf)
 
 
-def _quota_of(folder: Path, *, version: int) -> float:
+def _quota_of(folder: Path, version: int) -> float:
     if version == 2:
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        quota, _, period = read_text(folder / "cpu.max").partition(" ")
     else:
-        quota, period = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, period = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     try:
         return int(quota) / int(period) if int(quota) > 0 else math.inf
     except (ValueError, ZeroDivisionError):  # `max`, or no such file
         return math.inf
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

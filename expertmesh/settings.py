@@ -260,6 +260,9 @@ class ExpertWorkerOptions(Settings):
     experts: str = "all"
     """Experts of every MoE layer to load at start: all, none, i/n (the i-th of n equal shares,
     from 0), or ids such as 0-3,6."""
+    expert_slots: int | None = None
+    """Most experts held at a time, all layers together; by default as many as free memory has room
+    for, at most all of the model. Experts can be loaded and unloaded while it serves."""
     dtype: Dtype = "auto"
     """Type of weights and activations; auto is the checkpoint's own."""
     expert_dtype: ExpertDtype = "auto"
@@ -292,6 +295,8 @@ class ExpertWorkerOptions(Settings):
         check_host(self.host)
         check_port("port", self.port)
         check_int("direct_port", self.direct_port, -1, 65_535)
+        if self.expert_slots is not None:
+            check_int("expert_slots", self.expert_slots, 1, 2**31)
         check_int("max_streams", self.max_streams, 1, 4096)
         check_int("row_credits", self.row_credits, 1, 2**24)
         check_float("drain_grace_s", self.drain_grace_s, 0.0, 3600.0)

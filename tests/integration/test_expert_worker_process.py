@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
 from tests.conftest import Models
-from tests.support.expert_work import local, remote, work
+from tests.support.expert_work import local, remote, to_expert, work
 from tests.support.mesh import watch_once
 from tests.support.processes import Managed, run
 from tests.support.tiny_checkpoints import MIXTRAL, TinyShape
@@ -36,16 +37,19 @@ def checkpoint(models: Models) -> Checkpoint:
     return Checkpoint.open(models.tiny(MIXTRAL))
 
 
-def start(model_dir: Path, *flags: str) -> Managed:
+def start(model_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Managed:
     """An expert worker process on a free port."""
-    return Managed(
-        ["-m", "expert_worker", str(model_dir), "--port", "0", *flags], name="expert worker"
-    )
+    argv = ["-m", "expert_worker", str(model_dir), "--port", "0", *flags]
+    return Managed(argv, name="expert worker", env=env)
 
 
 def entry(process: Managed) -> ExpertWorkerEntry:
     """What a gateway would put into its map, from its ready line and its Watch stream."""
-    address = f"127.0.0.1:{process.ready()['port']}"
+    return entry_at(f"127.0.0.1:{process.ready()['port']}")
+
+
+def entry_at(address: str) -> ExpertWorkerEntry:
+    """What a gateway would put into its map, from a Watch stream."""
     state = watch_once(address)
     return ExpertWorkerEntry(
         worker_id=state.worker_id,
@@ -110,6 +114,28 @@ def test_lost_copies(checkpoint: Checkpoint) -> None:
             todo.run(there, timeout_s=3.0)
 
 
+def test_an_empty_start(checkpoint: Checkpoint) -> None:
+    """It holds nothing, has room for what it was told, and its kernels are warm: neither loading
+    nor the first calls look for one.
+    """
+    flags = "--experts", "none", "--expert-slots", "6", "--worker-id", "empty"
+    with start(checkpoint.model_dir, *flags, env={"NUMBA_DEBUG_CACHE": "1"}) as process:
+        address = f"127.0.0.1:{process.ready()['port']}"
+        empty = watch_once(address)
+        assert (empty.capacity.expert_slots, empty.capacity.used_expert_slots) == (6, 0)
+        assert not empty.layers
+        at_start = process.stdout
+        assert "[cache]" in at_start, "the test shows nothing"
+        wanted = [(layer, expert) for layer in (0, 1, 2) for expert in (1, 2)]
+        load(address, empty.incarnation, wanted)
+        full = load_events(address, empty.incarnation, [(0, 0)])[-1]
+        assert full.message == "no free slot for layer 0 expert 0: all 6 are in use"
+        todo = to_expert(1, num_rows=8)
+        with remote(checkpoint, [entry_at(address)], direct=True) as there:
+            assert torch.equal(todo.run(local(checkpoint)), todo.run(there))
+        assert "[cache]" not in process.stdout[len(at_start) :]
+
+
 BIG = TinyShape(num_layers=2, hidden_size=256, intermediate_size=1024, num_heads=4, seed=6)
 
 
@@ -135,13 +161,20 @@ def test_memory_is_that_of_own_experts(models: Models) -> None:
 
 def load(address: str, incarnation: int, experts: list[tuple[int, int]]) -> None:
     """Loads experts and waits until they are resident."""
+    events = load_events(address, incarnation, experts)
+    assert [event.state for event in events][1::2] == [pb.EXPERT_STATE_RESIDENT] * len(experts)
+
+
+def load_events(
+    address: str, incarnation: int, experts: list[tuple[int, int]]
+) -> list[pb.LoadExpertsResponse]:
+    """What an expert worker says while it loads."""
     message = pb.LoadExpertsRequest(
         incarnation=incarnation,
         experts=[pb.ExpertId(layer=layer, expert=expert) for layer, expert in experts],
     )
     with grpc.insecure_channel(address) as channel:
-        events = list(rpc.ExpertServiceStub(channel).LoadExperts(message, timeout=TIMEOUT_S))
-    assert [event.state for event in events][1::2] == [pb.EXPERT_STATE_RESIDENT] * len(experts)
+        return list(rpc.ExpertServiceStub(channel).LoadExperts(message, timeout=TIMEOUT_S))
 
 
 def test_start_up_errors_are_short(checkpoint: Checkpoint, tmp_path: Path) -> None:

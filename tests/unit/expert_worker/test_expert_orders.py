@@ -190,6 +190,43 @@ def test_load_reports_progress(server: ExpertServer) -> None:
     assert server.state.store.residency()[0].resident == (0, 1, 2, 3, 6)
 
 
+def _no_memory() -> int:
+    return 10
+
+
+def _fails_to_allocate(*_: object) -> object:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("target", "replacement", "reason"),
+    [
+        ("expert_worker.memory.available_host_memory", _no_memory, "too little memory to load"),
+        ("expert_worker.store.pack_expert", _fails_to_allocate, "MemoryError"),
+    ],
+)
+def test_without_memory_an_order_fails_and_nothing_else(
+    server: ExpertServer,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    replacement: Callable[..., object],
+    reason: str,
+) -> None:
+    """The order says why; the expert worker answers as before, and loads once there is memory."""
+    message = pb.LoadExpertsRequest(**order(server, [(1, 6)]))  # type: ignore[arg-type]
+    with channel(server) as opened:
+        stub = rpc.ExpertServiceStub(opened)
+        with monkeypatch.context() as patched:
+            patched.setattr(target, replacement)
+            *_, failed = stub.LoadExperts(message, timeout=TIMEOUT_S)
+        assert failed.state == pb.EXPERT_STATE_FAILED
+        assert failed.message.startswith(reason)
+        (reply,) = RawStream(opened, [request(server).SerializeToString()]).read()
+        assert reply.HasField("outputs")
+        *_, loaded = stub.LoadExperts(message, timeout=TIMEOUT_S)
+        assert loaded.state == pb.EXPERT_STATE_RESIDENT
+
+
 def test_unload_has_two_phases(server: ExpertServer) -> None:
     """An expert is first retiring and still answers; after its time it is gone."""
     message = pb.UnloadExpertsRequest(**order(server, [(1, 3), (1, 7)]), retire_ms=1000)  # type: ignore[arg-type]

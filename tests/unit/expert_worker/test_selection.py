@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from expert_worker.selection import parse_experts
+from expert_worker.selection import chosen_experts, parse_experts
+from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import SettingsError
 
 
@@ -42,3 +43,12 @@ def test_bad_selection_is_named(text: str) -> None:
     """A selection that cannot work is refused with the setting and its value."""
     with pytest.raises(SettingsError, match="experts "):
         parse_experts(text, 8)
+
+
+def test_chosen_experts_are_those_of_every_layer(checkpoint: Checkpoint) -> None:
+    """As many as there are slots, and no more."""
+    config = checkpoint.config
+    assert chosen_experts("0,5", config, 6) == ((0, 0), (0, 5), (1, 0), (1, 5), (2, 0), (2, 5))
+    assert chosen_experts("none", config, 1) == ()
+    with pytest.raises(SettingsError, match="experts is '0,5', 6 of all layers, but expert_slots"):
+        chosen_experts("0,5", config, 5)
