@@ -1,0 +1,205 @@
+"""What expert workers are told to do next, so that the plan comes true.
+
+Copies are added before others are given up, and everything is decided from what workers report
+now, so that it does not matter who gave earlier orders or whether they were carried out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gateway.placement.move_budget import MoveBudget
+from gateway.placement.state import ExpertKey, Order, PlacementPolicy, Plan, WorkerView
+
+_MOST_ORDERS = 2
+"""Orders of a kind that a worker may have: the next one waits there while one is carried out."""
+
+
+def next_orders(
+    plan: Plan,
+    workers: Sequence[WorkerView],
+    pending: Sequence[Order],
+    policy: PlacementPolicy,
+    now_s: float,
+    budget: MoveBudget,
+) -> list[Order]:
+    """Orders that can be given now; at most one of each kind to each worker.
+
+    Loads of experts that nobody or only leaving workers hold come first and ask no budget, then
+    those of missing copies, then those for balance. An expert is unloaded where it is not planned
+    once as many copies as planned can be used elsewhere; where a load has no slot, one copy
+    elsewhere is enough.
+
+    Args:
+        plan: What is wanted, made for these workers.
+        workers: As they are now; absent ones get no orders.
+        pending: Orders that were given and have not ended, of any incarnation.
+        policy: Limits.
+        now_s: On a monotonic clock.
+        budget: Of bytes; what is ordered is taken from it.
+    """
+    states = [_worker_state(view, plan, pending) for view in workers if not view.absent]
+    copies = _Copies.count(plan, states)
+    _order_loads(states, copies, policy, lambda: budget.take(now_s))
+    _order_unloads(states, copies)
+    return [order for state in states for order in state.orders()]
+
+
+@dataclass
+class _WorkerState:
+    """One worker, and what it is told."""
+
+    view: WorkerView
+    target: frozenset[ExpertKey]
+    loading: set[ExpertKey] = field(default_factory=set)
+    """Ordered, not resident yet."""
+    unloading: set[ExpertKey] = field(default_factory=set)
+    """Ordered, perhaps still resident."""
+    may_load: bool = True
+    may_unload: bool = True
+    loads: list[ExpertKey] = field(default_factory=list)
+    unloads: list[ExpertKey] = field(default_factory=list)
+    blocked: set[ExpertKey] = field(default_factory=set)
+    """Loads that found no free slot."""
+    num_free: int = field(init=False)
+    """Free slots."""
+
+    def __post_init__(self) -> None:
+        view = self.view
+        self.num_free = view.num_slots - len(view.resident | view.retiring | self.loading)
+
+    @property
+    def usable(self) -> frozenset[ExpertKey]:
+        """What is resident, and was not ordered to go."""
+        return self.view.resident - self.unloading
+
+    def wanted(self) -> list[ExpertKey]:
+        """What is planned, and neither here nor coming. What is about to retire is waited for."""
+        return sorted(self.target - self.view.resident - self.loading)
+
+    def has_room(self, key: ExpertKey) -> bool:
+        """True if there is a slot for the expert; one that is retiring has one."""
+        return self.num_free > 0 or key in self.view.retiring
+
+    def num_lacking(self) -> int:
+        """Slots that loads wait for and that nothing is about to free."""
+        in_memory = self.view.resident | self.view.retiring
+        return len(self.blocked) - len(self.view.retiring | (self.unloading & in_memory))
+
+    def load(self, key: ExpertKey) -> None:
+        if key not in self.view.retiring:
+            self.num_free -= 1
+        self.blocked.discard(key)
+        self.loads.append(key)
+        self.loading.add(key)
+
+    def unload(self, key: ExpertKey) -> None:
+        self.unloads.append(key)
+        self.unloading.add(key)
+
+    def orders(self) -> Iterable[Order]:
+        name, incarnation = self.view.worker_id, self.view.incarnation
+        if self.loads:
+            yield Order("load", name, incarnation, tuple(self.loads))
+        if self.unloads:
+            yield Order("unload", name, incarnation, tuple(self.unloads))
+
+
+def _worker_state(view: WorkerView, plan: Plan, pending: Sequence[Order]) -> _WorkerState:
+    identity = (view.worker_id, view.incarnation)
+    mine = [order for order in pending if (order.worker_id, order.incarnation) == identity]
+    ordered = {kind: [o for o in mine if o.kind == kind] for kind in ("load", "unload")}
+    return _WorkerState(
+        view,
+        plan.target.get(view.worker_id, frozenset()),
+        loading={key for order in ordered["load"] for key in order.experts} - view.resident,
+        unloading={key for order in ordered["unload"] for key in order.experts},
+        may_load=not view.leaving and len(ordered["load"]) < _MOST_ORDERS,
+        may_unload=len(ordered["unload"]) < _MOST_ORDERS,
+    )
+
+
+@dataclass
+class _Copies:
+    """Copies of each expert, on workers that stay."""
+
+    planned: dict[ExpertKey, int]
+    usable: Counter[ExpertKey]
+    coming: Counter[ExpertKey]
+
+    @staticmethod
+    def count(plan: Plan, states: Sequence[_WorkerState]) -> _Copies:
+        staying = [state for state in states if not state.view.leaving]
+        usable = Counter(key for state in staying for key in state.usable)
+        coming = Counter(key for state in staying for key in state.loading)
+        return _Copies(plan.num_copies(), usable, coming)
+
+    def num_soon(self, key: ExpertKey) -> int:
+        return self.usable[key] + self.coming[key]
+
+    def spare(self, state: _WorkerState, key: ExpertKey) -> tuple[int, int]:
+        """Usable copies elsewhere, and how many there should be."""
+        others = self.usable[key] - (0 if state.view.leaving else 1)
+        return others, max(1, self.planned.get(key, 0))
+
+
+def _order_loads(
+    states: Sequence[_WorkerState],
+    copies: _Copies,
+    policy: PlacementPolicy,
+    may_move: Callable[[], bool],
+) -> None:
+    """Fills the lists of loads, by urgency."""
+    wanted = _by_turns([(state, state.wanted()) for state in states if state.may_load])
+
+    def is_urgent(key: ExpertKey) -> bool:
+        return copies.num_soon(key) == 0
+
+    def is_missing(key: ExpertKey) -> bool:
+        return copies.num_soon(key) < min(policy.min_copies, copies.planned[key])
+
+    tiers: tuple[tuple[Callable[[ExpertKey], bool], Callable[[], bool]], ...] = (
+        (is_urgent, lambda: True),
+        (is_missing, may_move),
+        (lambda key: True, may_move),
+    )
+    for belongs, may_load in tiers:
+        for state, key in wanted:
+            if key in state.loading or not belongs(key):
+                continue
+            if len(state.loading) >= policy.loads_at_a_time:
+                continue
+            if not state.has_room(key):
+                state.blocked.add(key)
+                continue
+            if key not in state.view.retiring and not may_load():
+                return  # the budget is used up, and all that follows needs it
+            state.load(key)
+            copies.coming[key] += 1
+
+
+def _by_turns(
+    lists: Sequence[tuple[_WorkerState, list[ExpertKey]]],
+) -> list[tuple[_WorkerState, ExpertKey]]:
+    """One expert of each worker, then the next of each."""
+    longest = max((len(keys) for _, keys in lists), default=0)
+    return [(s, keys[i]) for i in range(longest) for s, keys in lists if i < len(keys)]
+
+
+def _order_unloads(states: Sequence[_WorkerState], copies: _Copies) -> None:
+    """Fills the lists of unloads."""
+    for state in states:
+        if not state.may_unload:
+            continue
+        num_lacking = state.num_lacking()
+        for key in sorted(state.usable - state.target - set(state.loads)):
+            others, wanted = copies.spare(state, key)
+            makes_room = num_lacking > 0 and others >= 1 and not copies.coming[key]
+            if others < wanted and not makes_room:
+                continue
+            num_lacking -= 1
+            state.unload(key)
+            if not state.view.leaving:
+                copies.usable[key] -= 1
