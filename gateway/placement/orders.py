@@ -77,11 +77,16 @@ class _WorkerState:
 
     def wanted(self) -> list[ExpertKey]:
         """What is planned, and neither here nor coming. What is about to retire is waited for."""
-        return sorted(self.target - self.view.resident - self.loading)
+        return sorted(self.target - self.view.resident - self.view.failed - self.loading)
 
-    def has_room(self, key: ExpertKey) -> bool:
-        """True if there is a slot for the expert; one that is retiring has one."""
-        return self.num_free > 0 or key in self.view.retiring
+    def takes(self, key: ExpertKey, policy: PlacementPolicy) -> bool:
+        """True if the expert can be ordered now; one that is retiring has a slot."""
+        if len(self.loading) >= policy.loads_at_a_time:
+            return False
+        if self.num_free <= 0 and key not in self.view.retiring:
+            self.blocked.add(key)
+            return False
+        return True
 
     def num_lacking(self) -> int:
         """Slots that loads wait for and that nothing is about to free."""
@@ -153,30 +158,33 @@ def _order_loads(
 ) -> None:
     """Fills the lists of loads, by urgency."""
     wanted = _by_turns([(state, state.wanted()) for state in states if state.may_load])
-
-    def is_urgent(key: ExpertKey) -> bool:
-        return copies.num_soon(key) == 0
+    _order_urgent_loads(wanted, copies, policy)
 
     def is_missing(key: ExpertKey) -> bool:
         return copies.num_soon(key) < min(policy.min_copies, copies.planned[key])
 
-    tiers: tuple[tuple[Callable[[ExpertKey], bool], Callable[[], bool]], ...] = (
-        (is_urgent, lambda: True),
-        (is_missing, may_move),
-        (lambda key: True, may_move),
-    )
-    for belongs, may_load in tiers:
+    for belongs in (is_missing, lambda key: True):
         for state, key in wanted:
-            if key in state.loading or not belongs(key):
+            if key in state.loading or not belongs(key) or not state.takes(key, policy):
                 continue
-            if len(state.loading) >= policy.loads_at_a_time:
-                continue
-            if not state.has_room(key):
-                state.blocked.add(key)
-                continue
-            if key not in state.view.retiring and not may_load():
-                return  # the budget is used up, and all that follows needs it
+            if key not in state.view.retiring and not may_move():
+                return  # what follows is less urgent still
             state.load(key)
+            copies.coming[key] += 1
+
+
+def _order_urgent_loads(
+    wanted: Sequence[tuple[_WorkerState, ExpertKey]], copies: _Copies, policy: PlacementPolicy
+) -> None:
+    """Experts that have no copy on workers that stay: each where it is loaded soonest."""
+    wanted_by: dict[ExpertKey, list[_WorkerState]] = {}
+    for state, key in wanted:
+        if copies.num_soon(key) == 0:
+            wanted_by.setdefault(key, []).append(state)
+    for key, states in wanted_by.items():
+        able = [state for state in states if state.takes(key, policy)]
+        if able:
+            min(able, key=lambda state: len(state.loading)).load(key)
             copies.coming[key] += 1
 
 

@@ -61,8 +61,10 @@ def plan(
 
 def _site(experts: Experts, stay: Sequence[WorkerView], policy: PlacementPolicy) -> Site:
     min_copies = min(policy.min_copies, len(stay))
+    scores_LEW = pair_scores(experts, stay)
+    scores_LEW[holds_of(experts, [view.failed for view in stay])] = -np.inf
     return Site(
-        scores_LEW=pair_scores(experts, stay),
+        scores_LEW=scores_LEW,
         slots_W=usable_slots(slots_of(stay), experts.num_pairs, min_copies),
         nodes_W=nodes_of(stay),
         there_W=np.array([not view.absent for view in stay], dtype=np.bool_),
@@ -73,7 +75,9 @@ def _site(experts: Experts, stay: Sequence[WorkerView], policy: PlacementPolicy)
 def _start(experts: Experts, stay: Sequence[WorkerView], aim: Placement | None) -> Bools:
     """[L, E, W] what was aimed at, or of workers that were not part of it, what they hold."""
     known = aim or {}
-    return holds_of(experts, [known.get(view.worker_id, view.resident) for view in stay])
+    return holds_of(
+        experts, [known.get(view.worker_id, view.resident) - view.failed for view in stay]
+    )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 
 
 def pair_scores(experts: Experts, workers: Sequence[WorkerView]) -> Floats:
-    """[L, E, W] how well each worker suits each expert; more is better, -inf without slots."""
+    """[L, E, W] how well each worker suits each expert; more is better, -inf for not at all."""
     layers_L = np.array(experts.moe_layers, dtype=np.uint64)
     keys_LE = (layers_L[:, None] << np.uint64(32)) | np.arange(experts.num_experts, dtype=np.uint64)
     seeds_W = np.array([_seed(view.worker_id) for view in workers], dtype=np.uint64)
@@ -53,12 +53,11 @@ def fair_shares(num_copies_L: Ints, slots_W: Ints, num_experts: int, held_LW: In
         held_LW: Experts that workers hold now.
     """
     shares_LW = np.zeros((len(num_copies_L), len(slots_W)), dtype=np.int64)
-    left_W = slots_W.copy()
+    left_W = np.minimum(slots_W, len(num_copies_L) * num_experts)
     for layer, num_copies in enumerate(num_copies_L):
-        num_left = len(num_copies_L) - layer
-        weights_W = np.minimum(left_W, num_left * num_experts)
         most_W = np.minimum(left_W, num_experts)
-        shares_LW[layer] = _shared_out(int(num_copies), weights_W, most_W, held_LW[layer])
+        # In proportion to what is left, so that roundings do not add up and slots last.
+        shares_LW[layer] = _shared_out(int(num_copies), left_W, most_W, held_LW[layer])
         left_W -= shares_LW[layer]
     return shares_LW
 
@@ -157,7 +156,7 @@ def _place_best(
     """One copy for each expert that has fewer than `rank`, in a group without a copy of it."""
     short_E = holds_EW.sum(axis=1) < rank_E
     held_EG = _by_group(holds_EW, groups_W)
-    free_EW = short_E[:, None] & (room_W > 0) & ~held_EG[:, groups_W]
+    free_EW = short_E[:, None] & (room_W > 0) & ~held_EG[:, groups_W] & (scores_EW > -np.inf)
     experts, workers = np.nonzero(free_EW)
     best_first = np.argsort(-scores_EW[experts, workers], kind="stable")
     room = room_W.tolist()
@@ -187,9 +186,9 @@ def _make_way(rank_E: Ints, room_W: Ints, holds_EW: Bools, scores_EW: Floats) ->
         if not roomy_W.any():
             return
         # [others, from, to]: who could move from a worker without the expert to one with room.
-        can_move = (holds_EW & ~holds_EW[expert] & (scores_EW[expert] > -np.inf))[:, :, None] & (
-            ~holds_EW & roomy_W
-        )[:, None, :]
+        from_EW = holds_EW & ~holds_EW[expert] & (scores_EW[expert] > -np.inf)
+        to_EW = ~holds_EW & roomy_W & (scores_EW > -np.inf)
+        can_move = from_EW[:, :, None] & to_EW[:, None, :]
         if not can_move.any():
             continue
         other, source, goal = np.unravel_index(int(can_move.argmax()), can_move.shape)

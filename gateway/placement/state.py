@@ -59,6 +59,8 @@ class WorkerView:
     """It was told to stop: it serves what it holds until that is elsewhere."""
     absent: bool = False
     """It was lost a moment ago and may come back. It has a share of the plan and gets no orders."""
+    failed: frozenset[ExpertKey] = frozenset()
+    """Not resident, and not to be loaded here for now, as that failed."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class PlacementPolicy:
     """Of weights loaded for balance and further copies, over all workers together."""
     loads_at_a_time: int = 32
     """Experts that a worker may have been told to load and has not loaded yet."""
+    balance_every_s: float = 10.0
+    """How often load is looked at; plans for other reasons are made at once."""
     lost_copy_patience_s: float = 10.0
     """How long the share of a lost worker waits for it, but for experts without another copy."""
 
@@ -89,6 +93,7 @@ class PlacementPolicy:
             ("prior_pairs", 0.0),
             ("bytes_per_minute", 1),
             ("loads_at_a_time", 1),
+            ("balance_every_s", 0.0),
             ("lost_copy_patience_s", 0.0),
         ):
             value = getattr(self, name)

@@ -1,0 +1,141 @@
+"""One term of a placement leader: what it aims at, has ordered, and has seen fail.
+
+It is told what is there and answers with orders; sending them is its caller's part. Nothing of it
+outlives the term: the next leader plans from what workers report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from gateway.placement.absences import Absences
+from gateway.placement.move_budget import MoveBudget
+from gateway.placement.orders import next_orders
+from gateway.placement.plan import plan
+from gateway.placement.state import (
+    ExpertKey,
+    ExpertLoad,
+    Experts,
+    Order,
+    PlacementPolicy,
+    Plan,
+    WorkerView,
+)
+
+_FIRST_BACK_OFF_S = 1.0
+_LONGEST_BACK_OFF_S = 60.0
+
+
+@dataclass
+class _Failure:
+    """An expert that an incarnation could not load."""
+
+    back_off_s: float
+    until_s: float
+
+
+@dataclass
+class _Seen:
+    """What the present plan was made for."""
+
+    workers: list[WorkerView] = field(default_factory=list)
+    balanced_at_s: float = -float("inf")
+
+
+class Leader:
+    """Owned by one thread.
+
+    Args:
+        experts: What there is to place.
+        policy: How much to move, and for what.
+    """
+
+    def __init__(self, experts: Experts, policy: PlacementPolicy) -> None:
+        self._experts = experts
+        self._policy = policy
+        self._absences = Absences(policy.lost_copy_patience_s)
+        self._budget = MoveBudget(policy.bytes_per_minute, experts.expert_nbytes)
+        self._load = experts.no_load()
+        self._pending: list[Order] = []
+        self._failures: dict[tuple[str, int, ExpertKey], _Failure] = {}
+        self._seen = _Seen()
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The present plan; None before the first `advance`."""
+        return self._plan
+
+    @property
+    def pending(self) -> Sequence[Order]:
+        """Orders that were given and have not ended."""
+        return tuple(self._pending)
+
+    def rebalance(self) -> None:
+        """Looks at the load with the next `advance`, however recent the last look is."""
+        self._seen.balanced_at_s = -float("inf")
+
+    def advance(self, workers: Sequence[WorkerView], load: ExpertLoad, now_s: float) -> list[Order]:
+        """Orders to give now; each is pending until `ended` is called for it.
+
+        Args:
+            workers: All that are there.
+            load: Of each expert, of late.
+            now_s: On a monotonic clock.
+        """
+        self._forget_old_failures(now_s)
+        views = [self._with_failures(w, now_s) for w in self._absences.observe(workers, now_s)]
+        current = self._current_plan(views, load, now_s)
+        orders = next_orders(current, views, self._pending, self._policy, now_s, self._budget)
+        self._pending.extend(orders)
+        return orders
+
+    def ended(self, order: Order, failed: Collection[ExpertKey], now_s: float) -> None:
+        """An order was carried out, was refused, or nobody knows because its worker is gone.
+
+        Args:
+            order: One that was given.
+            failed: Its experts that the worker said it could not load.
+            now_s: On a monotonic clock.
+        """
+        self._pending.remove(order)
+        for key in order.experts:
+            place = (order.worker_id, order.incarnation, key)
+            if key not in failed:
+                self._failures.pop(place, None)
+                continue
+            old = self._failures.get(place)
+            back_off_s = min(2 * old.back_off_s, _LONGEST_BACK_OFF_S) if old else _FIRST_BACK_OFF_S
+            self._failures[place] = _Failure(back_off_s, now_s + back_off_s)
+
+    def _forget_old_failures(self, now_s: float) -> None:
+        self._failures = {
+            place: failure
+            for place, failure in self._failures.items()
+            if now_s < failure.until_s + _LONGEST_BACK_OFF_S
+        }
+
+    def _with_failures(self, view: WorkerView, now_s: float) -> WorkerView:
+        if not self._failures:
+            return view
+        mine = (view.worker_id, view.incarnation)
+        failed = frozenset(
+            key
+            for (worker_id, incarnation, key), failure in self._failures.items()
+            if (worker_id, incarnation) == mine and now_s < failure.until_s
+        )
+        return replace(view, failed=failed - view.resident)
+
+    def _current_plan(self, views: list[WorkerView], load: ExpertLoad, now_s: float) -> Plan:
+        seen = self._seen
+        look_at_load = now_s - seen.balanced_at_s >= self._policy.balance_every_s
+        if self._plan is not None and not look_at_load and views == seen.workers:
+            return self._plan
+        if look_at_load:
+            self._load = load
+            seen.balanced_at_s = now_s
+        seen.workers = views
+        aim = None if self._plan is None else self._plan.target
+        self._plan = plan(self._experts, views, self._load, self._policy, aim)
+        return self._plan

@@ -1,0 +1,103 @@
+"""A term of leadership, step by step, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.placement.leader import Leader
+from gateway.placement.state import Order, PlacementPolicy, WorkerView
+from tests.support.placements import carried_out, copies_of, obeyed, some_experts, some_workers
+
+EXPERTS = some_experts()
+POLICY = PlacementPolicy(lost_copy_patience_s=10.0, balance_every_s=20.0)
+
+
+def settle(leader: Leader, workers: list[WorkerView], now_s: float) -> list[WorkerView]:
+    """Obeys until there are no more orders."""
+    for _ in range(50):
+        orders = leader.advance(workers, EXPERTS.no_load(), now_s)
+        if not orders:
+            return workers
+        workers = obeyed(workers, orders)
+        for order in orders:
+            leader.ended(order, (), now_s)
+    raise AssertionError("orders do not end")
+
+
+def test_empty_workers_are_filled_and_then_left_alone() -> None:
+    """In the end all is as planned."""
+    leader = Leader(EXPERTS, POLICY)
+    workers = settle(leader, some_workers(3, 16), 0.0)
+    assert min(len(holders) for holders in copies_of(workers).values()) == 2
+    assert leader.plan is not None
+    assert workers == carried_out(workers, leader.plan.target)
+    assert leader.plan.why == ""
+
+
+def test_a_lost_worker_is_given_time_to_come_back() -> None:
+    """Nothing is moved while its copies are elsewhere too; after that they are made anew."""
+    leader = Leader(EXPERTS, POLICY)
+    workers = settle(leader, some_workers(3, 16), 0.0)
+    assert leader.advance(workers[1:], EXPERTS.no_load(), 1.0) == []
+    assert leader.advance(workers[1:], EXPERTS.no_load(), 10.9) == []
+    back = replace(workers[0], incarnation=7, resident=frozenset())
+    (order,) = leader.advance([back, *workers[1:]], EXPERTS.no_load(), 10.95)
+    assert order == Order("load", "w0", 7, order.experts)
+    assert set(order.experts) == workers[0].resident
+    leader.ended(order, (), 10.96)
+    leader.advance(workers[1:], EXPERTS.no_load(), 11.0)
+    assert leader.advance(workers[1:], EXPERTS.no_load(), 21.1) != []
+
+
+def test_a_failed_load_is_tried_elsewhere_and_later_again() -> None:
+    """The wait doubles each time."""
+    leader = Leader(EXPERTS, PlacementPolicy(min_copies=1))
+    workers = some_workers(2, 16)
+    asked: list[tuple[float, str]] = []
+    key = (1, 0)
+    for tenths in range(60):
+        orders = leader.advance(workers, EXPERTS.no_load(), tenths / 10)
+        for order in orders:
+            failed = {key} & set(order.experts) if order.kind == "load" else set()
+            asked += [(tenths / 10, order.worker_id) for _ in failed]
+            leader.ended(order, failed, tenths / 10)
+            workers = obeyed(workers, [replace(order, experts=tuple({*order.experts} - failed))])
+    first = asked[0][1]
+    other = {"w0": "w1", "w1": "w0"}[first]
+    assert [worker for _, worker in asked[:4]] == [first, other, first, other]
+    times = [at_s for at_s, worker in asked if worker == first]
+    assert times[:3] == pytest.approx([0.0, 1.0, 3.0], abs=0.11)
+    assert leader.plan is not None
+    assert leader.plan.uncovered == (key,)
+
+
+def test_load_is_looked_at_now_and_then() -> None:
+    """A skewed load moves nothing before its time, or before it is asked for."""
+    leader = Leader(EXPERTS, PlacementPolicy(min_copies=1, balance_every_s=20.0))
+    workers = settle(leader, some_workers(2, 16), 0.0)
+    load = EXPERTS.no_load()
+    for layer, expert in workers[0].resident:
+        load[EXPERTS.moe_layers.index(layer), expert] = 1e6
+    assert leader.advance(workers, load, 19.9) == []
+    assert leader.advance(workers, load, 20.0) != []
+    other = Leader(EXPERTS, PlacementPolicy(min_copies=1, balance_every_s=20.0))
+    settle(other, workers, 0.0)
+    other.rebalance()
+    assert other.advance(workers, load, 0.1) != []
+
+
+def test_orders_that_were_never_given_cannot_end() -> None:
+    """That would be a mistake of the caller."""
+    with pytest.raises(ValueError, match="not in list"):
+        Leader(EXPERTS, POLICY).ended(Order("load", "w0", 1, ()), (), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_copies", 0), ("gain", -0.1), ("bytes_per_minute", 0)]
+)
+def test_a_policy_names_what_is_out_of_range(name: str, value: float) -> None:
+    """With its value."""
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        PlacementPolicy(**{name: value})  # type: ignore[arg-type]
