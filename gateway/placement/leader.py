@@ -25,6 +25,10 @@ from gateway.placement.state import (
 
 _FIRST_BACK_OFF_S = 1.0
 _LONGEST_BACK_OFF_S = 60.0
+_DOUBT_S = 60.0
+"""How long an order to unload may still be carried out after its connection was lost."""
+_Incarnation = tuple[str, int]
+"""Worker id and incarnation."""
 
 
 @dataclass
@@ -58,6 +62,9 @@ class Leader:
         self._budget = MoveBudget(policy.bytes_per_minute, experts.expert_nbytes)
         self._load = experts.no_load()
         self._pending: list[Order] = []
+        self._doubtful: list[tuple[Order, float]] = []
+        """Orders to unload of which nobody knows whether they will be carried out; until when."""
+        self._fenced: set[_Incarnation] = set()
         self._failures: dict[tuple[str, int, ExpertKey], _Failure] = {}
         self._seen = _Seen()
         self._plan: Plan | None = None
@@ -84,15 +91,17 @@ class Leader:
             load: Of each expert, of late.
             now_s: On a monotonic clock.
         """
-        self._forget_old_failures(now_s)
-        views = [self._with_failures(w, now_s) for w in self._absences.observe(workers, now_s)]
+        self._forget(now_s)
+        views = [self._view(view, now_s) for view in self._absences.observe(workers, now_s)]
         current = self._current_plan(views, load, now_s)
-        orders = next_orders(current, views, self._pending, self._policy, now_s, self._budget)
+        given = [*self._pending, *(order for order, _ in self._doubtful)]
+        orders = self._announcements(views)
+        orders += next_orders(current, views, given, self._policy, now_s, self._budget)
         self._pending.extend(orders)
         return orders
 
     def ended(self, order: Order, failed: Collection[ExpertKey], now_s: float) -> None:
-        """An order was carried out, was refused, or nobody knows because its worker is gone.
+        """A worker has carried an order out, as far as it could, or has refused it.
 
         Args:
             order: One that was given.
@@ -100,6 +109,7 @@ class Leader:
             now_s: On a monotonic clock.
         """
         self._pending.remove(order)
+        self._fenced.add((order.worker_id, order.incarnation))
         for key in order.experts:
             place = (order.worker_id, order.incarnation, key)
             if key not in failed:
@@ -109,23 +119,49 @@ class Leader:
             back_off_s = min(2 * old.back_off_s, _LONGEST_BACK_OFF_S) if old else _FIRST_BACK_OFF_S
             self._failures[place] = _Failure(back_off_s, now_s + back_off_s)
 
-    def _forget_old_failures(self, now_s: float) -> None:
+    def lost(self, order: Order, now_s: float) -> None:
+        """Nobody knows what becomes of an order, as its connection is lost.
+
+        It may be on its way still, so what it unloads does not count as there for some time.
+
+        Args:
+            order: One that was given.
+            now_s: On a monotonic clock.
+        """
+        self._pending.remove(order)
+        if order.kind == "unload":
+            self._doubtful.append((order, now_s + _DOUBT_S))
+
+    def _announcements(self, views: Sequence[WorkerView]) -> list[Order]:
+        """Empty orders to workers that have not heard of this leader."""
+        asked = {(order.worker_id, order.incarnation) for order in self._pending}
+        return [
+            Order("load", view.worker_id, view.incarnation, ())
+            for view in views
+            if not (view.fenced or view.leaving or view.absent)
+            and (view.worker_id, view.incarnation) not in asked
+        ]
+
+    def _forget(self, now_s: float) -> None:
+        """Drops what is of no use any more."""
+        self._doubtful = [(order, end_s) for order, end_s in self._doubtful if now_s < end_s]
         self._failures = {
             place: failure
             for place, failure in self._failures.items()
             if now_s < failure.until_s + _LONGEST_BACK_OFF_S
         }
 
-    def _with_failures(self, view: WorkerView, now_s: float) -> WorkerView:
-        if not self._failures:
-            return view
-        mine = (view.worker_id, view.incarnation)
-        failed = frozenset(
+    def _view(self, view: WorkerView, now_s: float) -> WorkerView:
+        """A worker, with what this leader knows of it."""
+        identity = (view.worker_id, view.incarnation)
+        failed = {
             key
-            for (worker_id, incarnation, key), failure in self._failures.items()
-            if (worker_id, incarnation) == mine and now_s < failure.until_s
+            for (*who, key), failure in self._failures.items()
+            if tuple(who) == identity and now_s < failure.until_s
+        }
+        return replace(
+            view, fenced=identity in self._fenced, failed=frozenset(failed) - view.resident
         )
-        return replace(view, failed=failed - view.resident)
 
     def _current_plan(self, views: list[WorkerView], load: ExpertLoad, now_s: float) -> Plan:
         seen = self._seen

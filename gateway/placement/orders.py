@@ -30,7 +30,7 @@ def next_orders(
     Loads of experts that nobody or only leaving workers hold come first and ask no budget, then
     those of missing copies, then those for balance. An expert is unloaded where it is not planned
     once as many copies as planned can be used elsewhere; where a load has no slot, one copy
-    elsewhere is enough.
+    elsewhere is enough. Copies that an earlier leader may still have unloaded do not count.
 
     Args:
         plan: What is wanted, made for these workers.
@@ -133,21 +133,29 @@ class _Copies:
     planned: dict[ExpertKey, int]
     usable: Counter[ExpertKey]
     coming: Counter[ExpertKey]
+    safe: Counter[ExpertKey]
+    """Usable, and nobody else can have them unloaded."""
 
     @staticmethod
     def count(plan: Plan, states: Sequence[_WorkerState]) -> _Copies:
         staying = [state for state in states if not state.view.leaving]
         usable = Counter(key for state in staying for key in state.usable)
         coming = Counter(key for state in staying for key in state.loading)
-        return _Copies(plan.num_copies(), usable, coming)
+        safe = Counter(key for state in staying if state.view.fenced for key in state.usable)
+        return _Copies(plan.num_copies(), usable, coming, safe)
 
     def num_soon(self, key: ExpertKey) -> int:
         return self.usable[key] + self.coming[key]
 
-    def spare(self, state: _WorkerState, key: ExpertKey) -> tuple[int, int]:
-        """Usable copies elsewhere, and how many there should be."""
-        others = self.usable[key] - (0 if state.view.leaving else 1)
-        return others, max(1, self.planned.get(key, 0))
+    def elsewhere(self, state: _WorkerState, key: ExpertKey) -> int:
+        """Safe copies on other workers."""
+        return self.safe[key] - int(state.view.fenced and not state.view.leaving)
+
+    def give_up(self, state: _WorkerState, key: ExpertKey) -> None:
+        """A worker will lose its copy."""
+        if not state.view.leaving:
+            self.usable[key] -= 1
+            self.safe[key] -= int(state.view.fenced)
 
 
 def _order_loads(
@@ -203,11 +211,10 @@ def _order_unloads(states: Sequence[_WorkerState], copies: _Copies) -> None:
             continue
         num_lacking = state.num_lacking()
         for key in sorted(state.usable - state.target - set(state.loads)):
-            others, wanted = copies.spare(state, key)
+            others = copies.elsewhere(state, key)
             makes_room = num_lacking > 0 and others >= 1 and not copies.coming[key]
-            if others < wanted and not makes_room:
+            if others < max(1, copies.planned.get(key, 0)) and not makes_room:
                 continue
             num_lacking -= 1
             state.unload(key)
-            if not state.view.leaving:
-                copies.usable[key] -= 1
+            copies.give_up(state, key)

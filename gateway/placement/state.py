@@ -59,6 +59,8 @@ class WorkerView:
     """It was told to stop: it serves what it holds until that is elsewhere."""
     absent: bool = False
     """It was lost a moment ago and may come back. It has a share of the plan and gets no orders."""
+    fenced: bool = True
+    """It has heard of this leader, so it obeys no earlier one, not even if an order comes late."""
     failed: frozenset[ExpertKey] = frozenset()
     """Not resident, and not to be loaded here for now, as that failed."""
 
@@ -109,7 +111,7 @@ class Order:
     worker_id: str
     incarnation: int
     experts: tuple[ExpertKey, ...]
-    """Most urgent first."""
+    """Most urgent first. None at all: the worker is to hear of the leader, nothing else."""
 
 
 @dataclass(frozen=True)

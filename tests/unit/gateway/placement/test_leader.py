@@ -43,9 +43,11 @@ def test_a_lost_worker_is_given_time_to_come_back() -> None:
     assert leader.advance(workers[1:], EXPERTS.no_load(), 1.0) == []
     assert leader.advance(workers[1:], EXPERTS.no_load(), 10.9) == []
     back = replace(workers[0], incarnation=7, resident=frozenset())
-    (order,) = leader.advance([back, *workers[1:]], EXPERTS.no_load(), 10.95)
+    announcement, order = leader.advance([back, *workers[1:]], EXPERTS.no_load(), 10.95)
+    assert announcement == Order("load", "w0", 7, ())
     assert order == Order("load", "w0", 7, order.experts)
     assert set(order.experts) == workers[0].resident
+    leader.ended(announcement, (), 10.96)
     leader.ended(order, (), 10.96)
     leader.advance(workers[1:], EXPERTS.no_load(), 11.0)
     assert leader.advance(workers[1:], EXPERTS.no_load(), 21.1) != []
@@ -71,6 +73,44 @@ def test_a_failed_load_is_tried_elsewhere_and_later_again() -> None:
     assert times[:3] == pytest.approx([0.0, 1.0, 3.0], abs=0.11)
     assert leader.plan is not None
     assert leader.plan.uncovered == (key,)
+
+
+def test_nothing_is_given_up_for_copies_that_an_earlier_leader_may_unload() -> None:
+    """A copy on a worker counts once the worker has heard of this leader."""
+    experts = some_experts(1, 6)
+    keys = frozenset((1, expert) for expert in range(6))
+    workers = [replace(view, resident=keys) for view in some_workers(3, 16)]
+    leader = Leader(experts, PlacementPolicy(min_copies=1))
+    announcements = leader.advance(workers, experts.no_load(), 0.0)
+    assert [(order.kind, order.experts) for order in announcements] == [("load", ())] * 3
+    assert leader.advance(workers, experts.no_load(), 0.1) == []
+    leader.ended(announcements[0], (), 0.2)
+    unloads = leader.advance(workers, experts.no_load(), 0.3)
+    assert {order.worker_id for order in unloads} == {"w1", "w2"}
+    for order in announcements[1:]:
+        leader.ended(order, (), 0.4)
+    (last,) = leader.advance(obeyed(workers, unloads), experts.no_load(), 0.5)
+    assert (last.kind, last.worker_id) == ("unload", "w0")
+    left = copies_of(obeyed(workers, [*unloads, last]))
+    assert [len(left[key]) for key in sorted(keys)] == [1] * 6
+
+
+def test_an_unload_that_was_lost_is_doubted() -> None:
+    """What it names does not count as a copy while it may still arrive."""
+    leader = Leader(EXPERTS, PlacementPolicy(min_copies=1))
+    workers = settle(leader, some_workers(2, 16), 0.0)
+    key = min(workers[0].resident)
+    both = [workers[0], replace(workers[1], resident=workers[1].resident | {key})]
+    (unload,) = leader.advance(both, EXPERTS.no_load(), 1.0)
+    assert (unload.kind, unload.worker_id, unload.experts) == ("unload", "w1", (key,))
+    leader.lost(unload, 2.0)
+    going = [replace(both[0], leaving=True), both[1]]
+    orders = leader.advance(going, EXPERTS.no_load(), 3.0)
+    assert all(key not in order.experts for order in orders if order.kind == "unload")
+    for order in orders:
+        leader.ended(order, (), 3.0)
+    settled = settle(leader, obeyed(going, orders), 62.1)
+    assert settled[0].resident == frozenset()
 
 
 def test_load_is_looked_at_now_and_then() -> None:
