@@ -12,7 +12,7 @@ from expertmesh.logs import configure_logging
 from expertmesh.processes import announce_failure, announce_ready
 from expertmesh.quiet_gc import QuietGc
 from expertmesh.settings import AttentionWorkerSettings
-from expertmesh.stop_request import StopRequest
+from expertmesh.stop_request import StopRequest, end_within
 
 STOP_GRACE_S = 1.0
 """Time for the step in hand at the end; its result is of no use any more."""
@@ -64,7 +64,8 @@ def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     )
     announce_ready({"socket_path": settings.socket_path})
     with QuietGc(lambda: worker.server.num_steps):
-        stopping.wait(exit_guard_s=STOP_GRACE_S + _ENDING_S)  # ends with a signal or the parent
+        stopping.wait()  # ends with a signal or the parent
+    end_within(STOP_GRACE_S + _ENDING_S)
     worker.stop(STOP_GRACE_S)
 
 

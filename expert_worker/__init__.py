@@ -4,9 +4,10 @@ __main__.py           flags, signals, end of the process
 worker.py             from settings to a healthy server
 compile.py            compiles its kernels, in a process that ends
 selection.py          the words of the setting `experts`
-server.py             gRPC server, health, drain
+server.py             gRPC server, health
 servicer.py           ExpertService: calls, state, orders
 maintenance.py        loading and unloading in the background
+drain.py              how it leaves while others serve
 direct_server.py      direct connections
 compiled_calls.py     their calls, answered by compiled code
 published_experts.py  where that finds weights

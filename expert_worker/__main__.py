@@ -18,7 +18,7 @@ from expertmesh.model_tools.resolve import resolve_model
 from expertmesh.processes import announce_failure, announce_ready
 from expertmesh.quiet_gc import QuietGc
 from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings, data_home
-from expertmesh.stop_request import StopRequest
+from expertmesh.stop_request import StopRequest, end_within
 
 _ENDING_S = 3.0  # for the rest of an orderly end, after the drain
 
@@ -85,7 +85,7 @@ def _serve(
         compile_elsewhere("expert_worker.compile", argv, lambda: stopping.made)
     from expert_worker.worker import ExpertWorker
 
-    worker = ExpertWorker(settings, checkpoint, metrics_port)
+    worker = ExpertWorker(settings, checkpoint, metrics_port, on_drain=stopping.make)
     logger.info("kernels use %s", share)  # after what can be refused: an error is all that is said
     worker.start()
     stopping.orderly()
@@ -94,8 +94,9 @@ def _serve(
             end_of_start()
             announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})
             with QuietGc(lambda: worker.server.state.load().calls):
-                stopping.wait(exit_guard_s=settings.drain_grace_s + _ENDING_S)
+                stopping.wait()
     finally:
+        end_within(worker.begin_drain() + _ENDING_S)
         worker.stop()
 
 

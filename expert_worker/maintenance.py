@@ -71,7 +71,8 @@ class Maintenance:
             )
 
     def load(self, experts: ExpertIds) -> Iterator[Event]:
-        """Starts loading; progress, two events for each expert."""
+        """Starts loading; progress, two events for each expert. Raises WireError DRAINING."""
+        self._state.check_not_draining()
         return self._start(self._loader, experts, lambda events: self._load(experts, events))
 
     def unload(self, experts: ExpertIds, retire_ms: int) -> Iterator[Event]:
@@ -129,6 +130,9 @@ class Maintenance:
         for layer, expert in experts:
             if self._state.stopping:
                 return
+            if self._state.draining:
+                events.put((layer, expert, pb.EXPERT_STATE_FAILED, "it is draining"))
+                continue
             events.put((layer, expert, pb.EXPERT_STATE_LOADING, ""))
             error = _attempt(partial(self._load_one, layer, expert))
             events.put(_outcome(layer, expert, pb.EXPERT_STATE_RESIDENT, error))

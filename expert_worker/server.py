@@ -27,6 +27,7 @@ from expert_worker.direct_server import (
     bind,
     port_error,
 )
+from expert_worker.drain import drain
 from expert_worker.maintenance import Maintenance
 from expert_worker.published_experts import PublishedExperts
 from expert_worker.servicer import ExpertServicer, zeros_message
@@ -41,10 +42,13 @@ from expertmesh_kernels.cpu.words import HAS_FUTEX
 
 SERVICE = "expertmesh.v1.ExpertService"
 _SPARE_THREADS = 8  # health checks, orders and refusals beside the long-lived streams
-_NOTICE_SHARE = 0.25  # of the grace: calls are still answered, so that gateways can leave
 _LAST_WORDS_S = 0.5  # for Watch streams to say that it drains
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def _nobody_ends_it() -> None:
+    """For a server that is stopped by whoever made it."""
 
 
 class ExpertServer:
@@ -57,6 +61,8 @@ class ExpertServer:
         port: Port to bind; 0 picks a free one.
         max_streams: Attention workers at a time, and gateways that watch.
         direct_port: Of direct connections; 0 picks a free one, None for gRPC alone.
+        drain_grace_s: Longest time of a drain whose order does not say.
+        on_drain: Called when a drain was ordered, in any thread; has `stop` called.
 
     Raises:
         PortError: An address cannot be bound.
@@ -71,7 +77,11 @@ class ExpertServer:
         max_streams: int,
         *,
         direct_port: int | None = 0,
+        drain_grace_s: float = 1.0,
+        on_drain: Callable[[], None] = _nobody_ends_it,
     ) -> None:
+        self._drain_grace_s = drain_grace_s
+        self._on_drain = on_drain
         is_compiled = direct_port is not None and _runs_compiled(store)
         turn = DeviceTurn() if is_compiled else NoTurn()
         self.backend = ExpertBackend(store, turn)
@@ -83,7 +93,12 @@ class ExpertServer:
         if direct_port is not None:
             self._direct = DirectServer(host, direct_port)
         self._servicer = ExpertServicer(
-            self.state, self.backend, self._maintenance, max_streams, self._direct
+            self.state,
+            self.backend,
+            self._maintenance,
+            max_streams,
+            self._direct,
+            self._order_drain,
         )
         self._calls = self._direct_calls(store, turn, limit)
         num_threads = 2 * max_streams + _SPARE_THREADS
@@ -118,23 +133,24 @@ class ExpertServer:
         """Healthy from now on."""
         self._set_health(_SERVING)
 
-    def stop(self, grace_s: float) -> None:
-        """Drains: not healthy, a moment of notice, no new calls, then the end of all threads.
+    def stop(self, grace_s: float | None = None) -> None:
+        """Drains, see `expert_worker.drain`, and ends all threads.
 
         Args:
-            grace_s: Longest time for calls in flight.
+            grace_s: Longest time of the drain, if it has not begun; by default that of the server.
         """
-        self._set_health(_NOT_SERVING)
-        self.state.announce_drain()
-        self.state.wait_no_streams(grace_s * _NOTICE_SHARE)
-        self.state.refuse_calls()
-        self.state.wait_idle(grace_s * (1 - _NOTICE_SHARE))
+        self.state.begin_drain(self._drain_grace_s if grace_s is None else grace_s)
+        drain(self.state, lambda: self._set_health(_NOT_SERVING))
         self.state.stop()
         self._health.enter_graceful_shutdown()
         self._server.stop(_LAST_WORDS_S).wait(2.0)
         self._direct.stop()
         self._maintenance.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _order_drain(self, grace_s: float | None) -> None:
+        self.state.begin_drain(self._drain_grace_s if grace_s is None else grace_s)
+        self._on_drain()
 
     def _direct_calls(self, store: ExpertStore, turn: Turn, max_message_bytes: int) -> DirectCalls:
         servicer = self._servicer

@@ -9,9 +9,8 @@ ForwardError and the stream goes on.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -24,7 +23,7 @@ from expert_worker.device_queue import StepAges
 from expert_worker.direct_server import DirectOffers
 from expert_worker.maintenance import Event, Maintenance
 from expert_worker.row_reader import read_rows
-from expert_worker.state import WorkerState, elapsed_us, remaining, time_left_deadline
+from expert_worker.state import WorkerState, elapsed_us, time_left_deadline
 from expertmesh.errors import ExpertUnavailableError, WireError
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, WireDtype, invalid, wire_dtypes
@@ -44,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_LIMITS_MS = (50, 60_000)
-_DRAIN_MS = 10_000
 _MAX_DRAIN_MS = 600_000
 _DRAIN_REPORT_S = 0.2
 _STATUS_OF_CODE = {
     pb.ForwardError.CODE_INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
     pb.ForwardError.CODE_STALE_INCARNATION: grpc.StatusCode.FAILED_PRECONDITION,
     pb.ForwardError.CODE_RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    pb.ForwardError.CODE_DRAINING: grpc.StatusCode.UNAVAILABLE,
 }
 
 
@@ -63,6 +62,8 @@ class ExpertServicer:
         maintenance: Loads and unloads.
         max_streams: Forward streams at a time, and as many Watch streams.
         direct: Offers direct connections.
+        order_drain: Begins a drain that may take so many seconds, None for the usual time, at the
+            end of which the process ends.
     """
 
     limits: ForwardLimits
@@ -77,6 +78,7 @@ class ExpertServicer:
         maintenance: Maintenance,
         max_streams: int,
         direct: DirectOffers,
+        order_drain: Callable[[float | None], None],
     ) -> None:
         self._state = state
         self._backend = backend
@@ -84,7 +86,7 @@ class ExpertServicer:
         self._max_streams = max_streams
         self._direct = direct
         self.ages = StepAges()
-        self._watches = threading.BoundedSemaphore(max_streams)
+        self._order_drain = order_drain
         self.limits = ForwardLimits.of(
             state.store.config,
             state.store.dtype,
@@ -196,7 +198,8 @@ class ExpertServicer:
     ) -> Iterator[pb.WatchResponse]:
         """A snapshot at once, after every change, and as a heartbeat."""
         request = _parsed(received, context)
-        if not self._watches.acquire(blocking=False):
+        hands_over = request.hands_over
+        if not self._state.open_watch(self._max_streams, hands_over=hands_over):
             context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._max_streams} watches are open already"
             )
@@ -206,7 +209,7 @@ class ExpertServicer:
         try:
             yield from self._snapshots(heartbeat_ms / 1000, context)
         finally:
-            self._watches.release()
+            self._state.close_watch(hands_over=hands_over)
 
     def _snapshots(
         self, heartbeat_s: float, context: grpc.ServicerContext
@@ -253,22 +256,27 @@ class ExpertServicer:
     def drain(
         self, received: Received[pb.DrainRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.DrainResponse]:
-        """Refuses calls from now on; ends when nothing is in flight or time is up."""
+        """Begins to drain; progress until the process ends, or the client leaves."""
         request = _parsed(received, context)
-        timeout_ms = request.timeout_ms or _DRAIN_MS
+        timeout_ms = request.timeout_ms
         try:
             self._maintenance.authorise_incarnation(request.incarnation)
             if timeout_ms > _MAX_DRAIN_MS:
                 raise invalid(f"timeout_ms is {timeout_ms}, expected at most {_MAX_DRAIN_MS}")
         except WireError as error:
             _abort(context, error)
-        deadline_s = time.monotonic() + timeout_ms / 1000
-        self._state.refuse_calls()
-        while not self._state.wait_idle(min(_DRAIN_REPORT_S, remaining(deadline_s))):
-            yield pb.DrainResponse(calls_in_flight=self._state.calls_in_flight)
-            if not remaining(deadline_s) or not context.is_active():
-                return
-        yield pb.DrainResponse(drained=True)
+        self._order_drain(timeout_ms / 1000 if timeout_ms else None)
+        while not self._state.wait_stop(_DRAIN_REPORT_S) and context.is_active():
+            yield self._drain_response()
+        last = self._drain_response()
+        last.drained = self._state.stopping and not last.calls_in_flight
+        yield last
+
+    def _drain_response(self) -> pb.DrainResponse:
+        return pb.DrainResponse(
+            calls_in_flight=self._state.calls_in_flight,
+            experts_left=self._state.store.num_used_slots,
+        )
 
 
 def zeros_message(layer: int, expert: int, dtype: WireDtype, limits: ForwardLimits) -> bytes:

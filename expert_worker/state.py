@@ -5,6 +5,7 @@ Any thread may call anything here: one lock guards all of it. `changed` wakes th
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +54,9 @@ class WorkerState:
         self._condition = threading.Condition()
         self._version = 0
         self._num_snapshots = 0
-        self._draining = False
+        self._drain_ends_s: float | None = None  # on the monotonic clock
+        self._num_watches = 0
+        self._num_hand_overs = 0  # watches of gateways that hand experts over
         self.refusing = np.zeros(1, np.int64)
         """Not 0 once calls are refused; compiled code looks at it."""
         put(self.refusing.ctypes.data, 0)  # loads what a drain needs
@@ -111,17 +114,37 @@ class WorkerState:
     @property
     def draining(self) -> bool:
         """True from the start of a drain."""
-        return self._draining
+        return self._drain_ends_s is not None
 
-    def announce_drain(self) -> None:
-        """Says that it drains; calls are still answered, so that gateways can leave in peace."""
-        self._draining = True
+    @property
+    def drain_left_s(self) -> float:
+        """Seconds until the end of the drain, whatever is left then; infinite without one."""
+        return math.inf if self._drain_ends_s is None else remaining(self._drain_ends_s)
+
+    def begin_drain(self, grace_s: float) -> None:
+        """Says that it drains; calls are still answered. A drain that has begun goes on as it is.
+
+        Args:
+            grace_s: Longest time until the end.
+        """
+        with self._condition:
+            if self._drain_ends_s is None:
+                self._drain_ends_s = time.monotonic() + grace_s
         self.changed()
 
+    def check_not_draining(self) -> None:
+        """Raises WireError DRAINING."""
+        if self.draining:
+            raise self._draining_error()
+
+    def _draining_error(self) -> WireError:
+        text = f"expert worker {self.identity.worker_id} is draining"
+        return WireError(pb.ForwardError.CODE_DRAINING, text)
+
     def refuse_calls(self) -> None:
-        """Announces the drain and answers new calls with DRAINING."""
+        """Answers new calls with DRAINING from now on."""
         put(self.refusing.ctypes.data, 1)
-        self.announce_drain()
+        self.changed()
 
     @property
     def calls_in_flight(self) -> int:
@@ -155,7 +178,33 @@ class WorkerState:
                 lambda: self.stopping or not self._load.streams, timeout_s
             )
 
+    @property
+    def is_handed_over(self) -> bool:
+        """True if no expert is left here."""
+        return not self.store.num_used_slots
+
+    @property
+    def num_hand_overs(self) -> int:
+        """Open Watch streams of gateways that hand experts over."""
+        return self._num_hand_overs
+
     # --- counting ---
+
+    def open_watch(self, max_watches: int, *, hands_over: bool) -> bool:
+        """Counts a Watch stream; False if there are too many."""
+        with self._condition:
+            if self._num_watches >= max_watches:
+                return False
+            self._num_watches += 1
+            self._num_hand_overs += hands_over
+            return True
+
+    def close_watch(self, *, hands_over: bool) -> None:
+        """Counts the end of a Watch stream."""
+        with self._condition:
+            self._num_watches -= 1
+            self._num_hand_overs -= hands_over
+            self._condition.notify_all()
 
     def open_stream(self, max_streams: int) -> bool:
         """Counts a Forward stream; False if there are too many."""
@@ -175,10 +224,7 @@ class WorkerState:
         """Counts a call that will be computed. Raises WireError DRAINING."""
         with self._condition:
             if self.refusing[0]:
-                raise WireError(
-                    pb.ForwardError.CODE_DRAINING,
-                    f"expert worker {self.identity.worker_id} is draining",
-                )
+                raise self._draining_error()
             self._in_flight += 1
 
     def end_call(self) -> None:
@@ -260,11 +306,22 @@ class WorkerState:
             device=str(self.store.device),
             capacity=self._capacity(),
             layers=self._layers(),
-            draining=self._draining,
+            draining=self.draining,
             load=self.load(),
             row_credits=self.identity.row_credits,
             sequence=sequence,
             node=self.identity.node,
+            drain=self.drain_progress(),
+        )
+
+    def drain_progress(self) -> pb.DrainProgress | None:
+        """How far the drain is; None while there is none."""
+        if not self.draining:
+            return None
+        return pb.DrainProgress(
+            experts_left=self.store.num_used_slots,
+            calls_in_flight=self.calls_in_flight,
+            time_left_ms=min(int(self.drain_left_s * 1000), 2**32 - 1),
         )
 
     def _layers(self) -> list[pb.LayerExperts]:

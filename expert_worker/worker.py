@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -39,6 +40,7 @@ class ExpertWorker:
         settings: Where to serve and how.
         checkpoint: What to serve.
         metrics_port: Port of /metrics; None for no metrics.
+        on_drain: Called when a drain was ordered, in any thread; has `stop` called.
 
     Raises:
         StartupError: The settings cannot work, the checkpoint cannot be served, or a port is taken.
@@ -50,6 +52,7 @@ class ExpertWorker:
         settings: ExpertWorkerSettings,
         checkpoint: Checkpoint,
         metrics_port: int | None = None,
+        on_drain: Callable[[], None] = lambda: None,
     ) -> None:
         torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
         start_team(threads_of_environment() or 1)
@@ -79,6 +82,8 @@ class ExpertWorker:
             settings.port,
             settings.max_streams,
             direct_port=settings.direct_port if settings.direct_port >= 0 else None,
+            drain_grace_s=settings.drain_grace_s,
+            on_drain=on_drain,
         )
         self._metrics = None
         if metrics_port is not None:
@@ -131,9 +136,14 @@ class ExpertWorker:
         )
         return True
 
+    def begin_drain(self) -> float:
+        """Announces that it leaves; seconds that this may take."""
+        self.server.state.begin_drain(self._settings.drain_grace_s)
+        return self.server.state.drain_left_s
+
     def stop(self) -> None:
         """Drains and ends all threads."""
-        self.server.stop(self._settings.drain_grace_s)
+        self.server.stop()
         if self._metrics is not None:
             server, thread = self._metrics
             server.shutdown()

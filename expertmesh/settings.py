@@ -283,8 +283,9 @@ class ExpertWorkerOptions(Settings):
     direct_port: int = 0
     """Port of direct connections: rows travel over plain TCP instead of gRPC, where attention
     workers can reach it; 0 picks a free one, -1 offers none."""
-    drain_grace_s: float = 1.0
-    """Seconds for calls in flight when the process is told to stop."""
+    drain_grace_s: float = 45.0
+    """Most seconds from being told to stop to the end: for its experts to be loaded elsewhere, if a
+    gateway sees to that, and for calls in flight. Without a gateway it ends at once."""
     threads: int | None = None
     """Threads of the kernels; by default one for each core that the process may use."""
     cores: str = ""

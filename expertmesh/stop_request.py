@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from expertmesh.processes import watch_lifeline
 
 _STUCK_EXIT_CODE = 71
+_INTERRUPTED_EXIT_CODE = 130
 
 
 class StopRequest:
@@ -33,10 +34,19 @@ class StopRequest:
         self._orderly = True
 
     def listen(self) -> None:
-        """Makes SIGTERM, SIGINT and the end of the parent such a wish. In the main thread."""
+        """Makes SIGTERM, SIGINT and the end of the parent such a wish. In the main thread.
+
+        A SIGINT that is not the first wish ends the process at once: somebody at a terminal does
+        not want to wait for the orderly end.
+        """
         watch_lifeline(self.make)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: self.make())
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self.make())
+        signal.signal(signal.SIGINT, lambda _number, _frame: self._interrupt())
+
+    def _interrupt(self) -> None:
+        if self._made:
+            os._exit(_INTERRUPTED_EXIT_CODE)
+        self.make()
 
     def make(self) -> None:
         """Asks the process to end."""
@@ -50,13 +60,13 @@ class StopRequest:
         """True from the first wish on."""
         return self._made
 
-    def wait(self, *, exit_guard_s: float) -> None:
-        """Returns at the first wish.
-
-        Args:
-            exit_guard_s: Longest time from then on to the end of the process, in seconds.
-        """
+    def wait(self) -> None:
+        """Returns at the first wish."""
         self._wishes.get()
-        guard = threading.Timer(exit_guard_s, os._exit, args=(_STUCK_EXIT_CODE,))
-        guard.name, guard.daemon = "exit-guard", True
-        guard.start()
+
+
+def end_within(seconds: float) -> None:
+    """Ends the process without ceremony if it is still there after so many seconds."""
+    guard = threading.Timer(seconds, os._exit, args=(_STUCK_EXIT_CODE,))
+    guard.name, guard.daemon = "exit-guard", True
+    guard.start()

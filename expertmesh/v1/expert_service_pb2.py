@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"expertmesh/v1/expert_service.proto\x12\rexpertmesh.v1\"|\n\x06Tensor\x12#\n\x05\x64type\x18\x01 \x01(\x0e\x32\x14.expertmesh.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\x05\x63rc32\x18\x04 \x01(\x07H\x00\x88\x01\x01\x12\x12\n\nrow_scales\x18\x05 \x01(\x0c\x42\x08\n\x06_crc32\"k\n\x06\x43\x61llId\x12\x0f\n\x07gateway\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x13\n\x0bmicro_batch\x18\x05 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\"\x80\x02\n\x0e\x46orwardRequest\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.expertmesh.v1.CallId\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x06\x12,\n\rhidden_states\x18\x04 \x01(\x0b\x32\x15.expertmesh.v1.Tensor\x12\x13\n\x0brow_offsets\x18\x05 \x01(\x0c\x12\x12\n\nexpert_ids\x18\x06 \x01(\x0c\x12\x1a\n\x12num_generated_rows\x18\x07 \x01(\r\x12\x14\n\x0ctime_left_us\x18\x08 \x01(\r\x12\x12\n\nwant_crc32\x18\t \x01(\x08\"\xe6\x01\n\x0f\x46orwardResponse\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.expertmesh.v1.CallId\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12(\n\x07outputs\x18\x03 \x01(\x0b\x32\x15.expertmesh.v1.TensorH\x00\x12,\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1b.expertmesh.v1.ForwardErrorH\x00\x12\x10\n\x08queue_us\x18\x05 \x01(\r\x12\x12\n\ncompute_us\x18\x06 \x01(\r\x12\x13\n\x0brow_credits\x18\x07 \x01(\rB\x08\n\x06result\"\xfa\x02\n\x0c\x46orwardError\x12.\n\x04\x63ode\x18\x01 \x01(\x0e\x32 .expertmesh.v1.ForwardError.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nexpert_ids\x18\x03 \x03(\r\"\x94\x02\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ODE_INVALID_ARGUMENT\x10\x01\x12\x1c\n\x18\x43ODE_EXPERT_NOT_RESIDENT\x10\x02\x12\x1a\n\x16\x43ODE_STALE_INCARNATION\x10\x03\x12\x14\n\x10\x43ODE_WRONG_MODEL\x10\x04\x12\x12\n\x0e\x43ODE_DATA_LOSS\x10\x05\x12\x18\n\x14\x43ODE_NONFINITE_INPUT\x10\x06\x12\x1b\n\x17\x43ODE_RESOURCE_EXHAUSTED\x10\x07\x12\x1a\n\x16\x43ODE_DEADLINE_EXCEEDED\x10\x08\x12\x11\n\rCODE_DRAINING\x10\t\x12\x11\n\rCODE_INTERNAL\x10\n\"$\n\x0cWatchRequest\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"\xf7\x02\n\rWatchResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\x12+\n\x05model\x18\x04 \x01(\x0b\x32\x1c.expertmesh.v1.ModelIdentity\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12)\n\x08\x63\x61pacity\x18\x07 \x01(\x0b\x32\x17.expertmesh.v1.Capacity\x12+\n\x06layers\x18\x08 \x03(\x0b\x32\x1b.expertmesh.v1.LayerExperts\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12)\n\x04load\x18\n \x01(\x0b\x32\x1b.expertmesh.v1.LoadCounters\x12\x13\n\x0brow_credits\x18\x0b \x01(\r\x12\x10\n\x08sequence\x18\x0c \x01(\x04\x12\x0c\n\x04node\x18\r \x01(\t\"\xab\x01\n\rModelIdentity\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x13\n\x0bnum_experts\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12#\n\x05\x64type\x18\x06 \x01(\x0e\x32\x14.expertmesh.v1.Dtype\x12\x14\n\x0c\x65xpert_dtype\x18\x07 \x01(\t\"m\n\x08\x43\x61pacity\x12\x14\n\x0c\x65xpert_slots\x18\x01 \x01(\r\x12\x19\n\x11used_expert_slots\x18\x02 \x01(\r\x12\x18\n\x10\x62ytes_per_expert\x18\x03 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x04\"P\n\x0cLayerExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x10\n\x08resident\x18\x02 \x03(\r\x12\x10\n\x08retiring\x18\x03 \x03(\r\x12\r\n\x05pairs\x18\x04 \x03(\x04\"\x85\x01\n\x0cLoadCounters\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\r\n\x05pairs\x18\x04 \x01(\x04\x12\x12\n\ncompute_us\x18\x05 \x01(\x04\x12\x14\n\x0cqueued_calls\x18\x06 \x01(\r\x12\x0f\n\x07streams\x18\x07 \x01(\r\")\n\x08\x45xpertId\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x02 \x01(\r\"i\n\x12LoadExpertsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x14\n\x0cleader_token\x18\x02 \x01(\x04\x12(\n\x07\x65xperts\x18\x03 \x03(\x0b\x32\x17.expertmesh.v1.ExpertId\"z\n\x13LoadExpertsResponse\x12\'\n\x06\x65xpert\x18\x01 \x01(\x0b\x32\x17.expertmesh.v1.ExpertId\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.expertmesh.v1.ExpertState\x12\x0f\n\x07message\x18\x03 \x01(\t\"~\n\x14UnloadExpertsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x14\n\x0cleader_token\x18\x02 \x01(\x04\x12(\n\x07\x65xperts\x18\x03 \x03(\x0b\x32\x17.expertmesh.v1.ExpertId\x12\x11\n\tretire_ms\x18\x04 \x01(\r\"|\n\x15UnloadExpertsResponse\x12\'\n\x06\x65xpert\x18\x01 \x01(\x0b\x32\x17.expertmesh.v1.ExpertId\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.expertmesh.v1.ExpertState\x12\x0f\n\x07message\x18\x03 \x01(\t\"7\n\x0c\x44rainRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"9\n\rDrainResponse\x12\x17\n\x0f\x63\x61lls_in_flight\x18\x01 \x01(\r\x12\x0f\n\x07\x64rained\x18\x02 \x01(\x08*h\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x0e\n\nDTYPE_INT8\x10\x04*\xaf\x01\n\x0b\x45xpertState\x12\x1c\n\x18\x45XPERT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45XPERT_STATE_LOADING\x10\x01\x12\x19\n\x15\x45XPERT_STATE_RESIDENT\x10\x02\x12\x19\n\x15\x45XPERT_STATE_RETIRING\x10\x03\x12\x19\n\x15\x45XPERT_STATE_UNLOADED\x10\x04\x12\x17\n\x13\x45XPERT_STATE_FAILED\x10\x05\x32\x9f\x03\n\rExpertService\x12L\n\x07\x46orward\x12\x1d.expertmesh.v1.ForwardRequest\x1a\x1e.expertmesh.v1.ForwardResponse(\x01\x30\x01\x12\x44\n\x05Watch\x12\x1b.expertmesh.v1.WatchRequest\x1a\x1c.expertmesh.v1.WatchResponse0\x01\x12V\n\x0bLoadExperts\x12!.expertmesh.v1.LoadExpertsRequest\x1a\".expertmesh.v1.LoadExpertsResponse0\x01\x12\\\n\rUnloadExperts\x12#.expertmesh.v1.UnloadExpertsRequest\x1a$.expertmesh.v1.UnloadExpertsResponse0\x01\x12\x44\n\x05\x44rain\x12\x1b.expertmesh.v1.DrainRequest\x1a\x1c.expertmesh.v1.DrainResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"expertmesh/v1/expert_service.proto\x12\rexpertmesh.v1\"|\n\x06Tensor\x12#\n\x05\x64type\x18\x01 \x01(\x0e\x32\x14.expertmesh.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\x05\x63rc32\x18\x04 \x01(\x07H\x00\x88\x01\x01\x12\x12\n\nrow_scales\x18\x05 \x01(\x0c\x42\x08\n\x06_crc32\"k\n\x06\x43\x61llId\x12\x0f\n\x07gateway\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x13\n\x0bmicro_batch\x18\x05 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\"\x80\x02\n\x0e\x46orwardRequest\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.expertmesh.v1.CallId\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x06\x12,\n\rhidden_states\x18\x04 \x01(\x0b\x32\x15.expertmesh.v1.Tensor\x12\x13\n\x0brow_offsets\x18\x05 \x01(\x0c\x12\x12\n\nexpert_ids\x18\x06 \x01(\x0c\x12\x1a\n\x12num_generated_rows\x18\x07 \x01(\r\x12\x14\n\x0ctime_left_us\x18\x08 \x01(\r\x12\x12\n\nwant_crc32\x18\t \x01(\x08\"\xe6\x01\n\x0f\x46orwardResponse\x12!\n\x02id\x18\x01 \x01(\x0b\x32\x15.expertmesh.v1.CallId\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12(\n\x07outputs\x18\x03 \x01(\x0b\x32\x15.expertmesh.v1.TensorH\x00\x12,\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1b.expertmesh.v1.ForwardErrorH\x00\x12\x10\n\x08queue_us\x18\x05 \x01(\r\x12\x12\n\ncompute_us\x18\x06 \x01(\r\x12\x13\n\x0brow_credits\x18\x07 \x01(\rB\x08\n\x06result\"\xfa\x02\n\x0c\x46orwardError\x12.\n\x04\x63ode\x18\x01 \x01(\x0e\x32 .expertmesh.v1.ForwardError.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nexpert_ids\x18\x03 \x03(\r\"\x94\x02\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ODE_INVALID_ARGUMENT\x10\x01\x12\x1c\n\x18\x43ODE_EXPERT_NOT_RESIDENT\x10\x02\x12\x1a\n\x16\x43ODE_STALE_INCARNATION\x10\x03\x12\x14\n\x10\x43ODE_WRONG_MODEL\x10\x04\x12\x12\n\x0e\x43ODE_DATA_LOSS\x10\x05\x12\x18\n\x14\x43ODE_NONFINITE_INPUT\x10\x06\x12\x1b\n\x17\x43ODE_RESOURCE_EXHAUSTED\x10\x07\x12\x1a\n\x16\x43ODE_DEADLINE_EXCEEDED\x10\x08\x12\x11\n\rCODE_DRAINING\x10\t\x12\x11\n\rCODE_INTERNAL\x10\n\"8\n\x0cWatchRequest\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\x12\x12\n\nhands_over\x18\x02 \x01(\x08\"\xa4\x03\n\rWatchResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\x12+\n\x05model\x18\x04 \x01(\x0b\x32\x1c.expertmesh.v1.ModelIdentity\x12\x1c\n\x14numerics_fingerprint\x18\x05 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12)\n\x08\x63\x61pacity\x18\x07 \x01(\x0b\x32\x17.expertmesh.v1.Capacity\x12+\n\x06layers\x18\x08 \x03(\x0b\x32\x1b.expertmesh.v1.LayerExperts\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12)\n\x04load\x18\n \x01(\x0b\x32\x1b.expertmesh.v1.LoadCounters\x12\x13\n\x0brow_credits\x18\x0b \x01(\r\x12\x10\n\x08sequence\x18\x0c \x01(\x04\x12\x0c\n\x04node\x18\r \x01(\t\x12+\n\x05\x64rain\x18\x0e \x01(\x0b\x32\x1c.expertmesh.v1.DrainProgress\"T\n\rDrainProgress\x12\x14\n\x0c\x65xperts_left\x18\x01 \x01(\r\x12\x17\n\x0f\x63\x61lls_in_flight\x18\x02 \x01(\r\x12\x14\n\x0ctime_left_ms\x18\x03 \x01(\r\"\xab\x01\n\rModelIdentity\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x13\n\x0bnum_experts\x18\x04 \x01(\r\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12#\n\x05\x64type\x18\x06 \x01(\x0e\x32\x14.expertmesh.v1.Dtype\x12\x14\n\x0c\x65xpert_dtype\x18\x07 \x01(\t\"m\n\x08\x43\x61pacity\x12\x14\n\x0c\x65xpert_slots\x18\x01 \x01(\r\x12\x19\n\x11used_expert_slots\x18\x02 \x01(\r\x12\x18\n\x10\x62ytes_per_expert\x18\x03 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x04 \x01(\x04\"P\n\x0cLayerExperts\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x10\n\x08resident\x18\x02 \x03(\r\x12\x10\n\x08retiring\x18\x03 \x03(\r\x12\r\n\x05pairs\x18\x04 \x03(\x04\"\x85\x01\n\x0cLoadCounters\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\r\n\x05pairs\x18\x04 \x01(\x04\x12\x12\n\ncompute_us\x18\x05 \x01(\x04\x12\x14\n\x0cqueued_calls\x18\x06 \x01(\r\x12\x0f\n\x07streams\x18\x07 \x01(\r\")\n\x08\x45xpertId\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x02 \x01(\r\"i\n\x12LoadExpertsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x14\n\x0cleader_token\x18\x02 \x01(\x04\x12(\n\x07\x65xperts\x18\x03 \x03(\x0b\x32\x17.expertmesh.v1.ExpertId\"z\n\x13LoadExpertsResponse\x12\'\n\x06\x65xpert\x18\x01 \x01(\x0b\x32\x17.expertmesh.v1.ExpertId\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.expertmesh.v1.ExpertState\x12\x0f\n\x07message\x18\x03 \x01(\t\"~\n\x14UnloadExpertsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x14\n\x0cleader_token\x18\x02 \x01(\x04\x12(\n\x07\x65xperts\x18\x03 \x03(\x0b\x32\x17.expertmesh.v1.ExpertId\x12\x11\n\tretire_ms\x18\x04 \x01(\r\"|\n\x15UnloadExpertsResponse\x12\'\n\x06\x65xpert\x18\x01 \x01(\x0b\x32\x17.expertmesh.v1.ExpertId\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.expertmesh.v1.ExpertState\x12\x0f\n\x07message\x18\x03 \x01(\t\"7\n\x0c\x44rainRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"O\n\rDrainResponse\x12\x17\n\x0f\x63\x61lls_in_flight\x18\x01 \x01(\r\x12\x0f\n\x07\x64rained\x18\x02 \x01(\x08\x12\x14\n\x0c\x65xperts_left\x18\x03 \x01(\r*h\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x0e\n\nDTYPE_INT8\x10\x04*\xaf\x01\n\x0b\x45xpertState\x12\x1c\n\x18\x45XPERT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45XPERT_STATE_LOADING\x10\x01\x12\x19\n\x15\x45XPERT_STATE_RESIDENT\x10\x02\x12\x19\n\x15\x45XPERT_STATE_RETIRING\x10\x03\x12\x19\n\x15\x45XPERT_STATE_UNLOADED\x10\x04\x12\x17\n\x13\x45XPERT_STATE_FAILED\x10\x05\x32\x9f\x03\n\rExpertService\x12L\n\x07\x46orward\x12\x1d.expertmesh.v1.ForwardRequest\x1a\x1e.expertmesh.v1.ForwardResponse(\x01\x30\x01\x12\x44\n\x05Watch\x12\x1b.expertmesh.v1.WatchRequest\x1a\x1c.expertmesh.v1.WatchResponse0\x01\x12V\n\x0bLoadExperts\x12!.expertmesh.v1.LoadExpertsRequest\x1a\".expertmesh.v1.LoadExpertsResponse0\x01\x12\\\n\rUnloadExperts\x12#.expertmesh.v1.UnloadExpertsRequest\x1a$.expertmesh.v1.UnloadExpertsResponse0\x01\x12\x44\n\x05\x44rain\x12\x1b.expertmesh.v1.DrainRequest\x1a\x1c.expertmesh.v1.DrainResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'expertmesh.v1.expert_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2724
-  _globals['_DTYPE']._serialized_end=2828
-  _globals['_EXPERTSTATE']._serialized_start=2831
-  _globals['_EXPERTSTATE']._serialized_end=3006
+  _globals['_DTYPE']._serialized_start=2897
+  _globals['_DTYPE']._serialized_end=3001
+  _globals['_EXPERTSTATE']._serialized_start=3004
+  _globals['_EXPERTSTATE']._serialized_end=3179
   _globals['_TENSOR']._serialized_start=53
   _globals['_TENSOR']._serialized_end=177
   _globals['_CALLID']._serialized_start=179
@@ -48,31 +48,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDERROR_CODE']._serialized_start=883
   _globals['_FORWARDERROR_CODE']._serialized_end=1159
   _globals['_WATCHREQUEST']._serialized_start=1161
-  _globals['_WATCHREQUEST']._serialized_end=1197
-  _globals['_WATCHRESPONSE']._serialized_start=1200
-  _globals['_WATCHRESPONSE']._serialized_end=1575
-  _globals['_MODELIDENTITY']._serialized_start=1578
-  _globals['_MODELIDENTITY']._serialized_end=1749
-  _globals['_CAPACITY']._serialized_start=1751
-  _globals['_CAPACITY']._serialized_end=1860
-  _globals['_LAYEREXPERTS']._serialized_start=1862
-  _globals['_LAYEREXPERTS']._serialized_end=1942
-  _globals['_LOADCOUNTERS']._serialized_start=1945
-  _globals['_LOADCOUNTERS']._serialized_end=2078
-  _globals['_EXPERTID']._serialized_start=2080
-  _globals['_EXPERTID']._serialized_end=2121
-  _globals['_LOADEXPERTSREQUEST']._serialized_start=2123
-  _globals['_LOADEXPERTSREQUEST']._serialized_end=2228
-  _globals['_LOADEXPERTSRESPONSE']._serialized_start=2230
-  _globals['_LOADEXPERTSRESPONSE']._serialized_end=2352
-  _globals['_UNLOADEXPERTSREQUEST']._serialized_start=2354
-  _globals['_UNLOADEXPERTSREQUEST']._serialized_end=2480
-  _globals['_UNLOADEXPERTSRESPONSE']._serialized_start=2482
-  _globals['_UNLOADEXPERTSRESPONSE']._serialized_end=2606
-  _globals['_DRAINREQUEST']._serialized_start=2608
-  _globals['_DRAINREQUEST']._serialized_end=2663
-  _globals['_DRAINRESPONSE']._serialized_start=2665
-  _globals['_DRAINRESPONSE']._serialized_end=2722
-  _globals['_EXPERTSERVICE']._serialized_start=3009
-  _globals['_EXPERTSERVICE']._serialized_end=3424
+  _globals['_WATCHREQUEST']._serialized_end=1217
+  _globals['_WATCHRESPONSE']._serialized_start=1220
+  _globals['_WATCHRESPONSE']._serialized_end=1640
+  _globals['_DRAINPROGRESS']._serialized_start=1642
+  _globals['_DRAINPROGRESS']._serialized_end=1726
+  _globals['_MODELIDENTITY']._serialized_start=1729
+  _globals['_MODELIDENTITY']._serialized_end=1900
+  _globals['_CAPACITY']._serialized_start=1902
+  _globals['_CAPACITY']._serialized_end=2011
+  _globals['_LAYEREXPERTS']._serialized_start=2013
+  _globals['_LAYEREXPERTS']._serialized_end=2093
+  _globals['_LOADCOUNTERS']._serialized_start=2096
+  _globals['_LOADCOUNTERS']._serialized_end=2229
+  _globals['_EXPERTID']._serialized_start=2231
+  _globals['_EXPERTID']._serialized_end=2272
+  _globals['_LOADEXPERTSREQUEST']._serialized_start=2274
+  _globals['_LOADEXPERTSREQUEST']._serialized_end=2379
+  _globals['_LOADEXPERTSRESPONSE']._serialized_start=2381
+  _globals['_LOADEXPERTSRESPONSE']._serialized_end=2503
+  _globals['_UNLOADEXPERTSREQUEST']._serialized_start=2505
+  _globals['_UNLOADEXPERTSREQUEST']._serialized_end=2631
+  _globals['_UNLOADEXPERTSRESPONSE']._serialized_start=2633
+  _globals['_UNLOADEXPERTSRESPONSE']._serialized_end=2757
+  _globals['_DRAINREQUEST']._serialized_start=2759
+  _globals['_DRAINREQUEST']._serialized_end=2814
+  _globals['_DRAINRESPONSE']._serialized_start=2816
+  _globals['_DRAINRESPONSE']._serialized_end=2895
+  _globals['_EXPERTSERVICE']._serialized_start=3182
+  _globals['_EXPERTSERVICE']._serialized_end=3597
 # @@protoc_insertion_point(module_scope)

@@ -140,13 +140,15 @@ class ForwardError(_message.Message):
     def __init__(self, code: _Optional[_Union[ForwardError.Code, str]] = ..., message: _Optional[str] = ..., expert_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("heartbeat_ms",)
+    __slots__ = ("heartbeat_ms", "hands_over")
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ms: int
-    def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
+    hands_over: bool
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., hands_over: _Optional[bool] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "protocol_revision", "model", "numerics_fingerprint", "device", "capacity", "layers", "draining", "load", "row_credits", "sequence", "node")
+    __slots__ = ("worker_id", "incarnation", "protocol_revision", "model", "numerics_fingerprint", "device", "capacity", "layers", "draining", "load", "row_credits", "sequence", "node", "drain")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +162,7 @@ class WatchResponse(_message.Message):
     ROW_CREDITS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     protocol_revision: int
@@ -173,7 +176,18 @@ class WatchResponse(_message.Message):
     row_credits: int
     sequence: int
     node: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[LoadCounters, _Mapping]] = ..., row_credits: _Optional[int] = ..., sequence: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+    drain: DrainProgress
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., protocol_revision: _Optional[int] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., numerics_fingerprint: _Optional[bytes] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[LoadCounters, _Mapping]] = ..., row_credits: _Optional[int] = ..., sequence: _Optional[int] = ..., node: _Optional[str] = ..., drain: _Optional[_Union[DrainProgress, _Mapping]] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("experts_left", "calls_in_flight", "time_left_ms")
+    EXPERTS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    CALLS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    experts_left: int
+    calls_in_flight: int
+    time_left_ms: int
+    def __init__(self, experts_left: _Optional[int] = ..., calls_in_flight: _Optional[int] = ..., time_left_ms: _Optional[int] = ...) -> None: ...
 
 class ModelIdentity(_message.Message):
     __slots__ = ("fingerprint", "name", "num_layers", "num_experts", "hidden_size", "dtype", "expert_dtype")
@@ -294,9 +308,11 @@ class DrainRequest(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("calls_in_flight", "drained")
+    __slots__ = ("calls_in_flight", "drained", "experts_left")
     CALLS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_LEFT_FIELD_NUMBER: _ClassVar[int]
     calls_in_flight: int
     drained: bool
-    def __init__(self, calls_in_flight: _Optional[int] = ..., drained: _Optional[bool] = ...) -> None: ...
+    experts_left: int
+    def __init__(self, calls_in_flight: _Optional[int] = ..., drained: _Optional[bool] = ..., experts_left: _Optional[int] = ...) -> None: ...

@@ -101,7 +101,9 @@ class ExpertServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new work after what is in flight; ends when nothing is in flight.
+        """Drains and ends the expert worker, as a signal does: it says so in Watch and answers on while
+        its experts are loaded elsewhere and unloaded here, then refuses calls, and ends when nothing
+        is in flight or time is up. A drain that has begun goes on when the client leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,10 @@ class ExpertServiceStub:
     is in flight for them; streams progress, one message per expert and phase.
     """
     Drain: _grpc.UnaryStreamMultiCallable[_expert_service_pb2.DrainRequest, _expert_service_pb2.DrainResponse]
-    """Takes no new work after what is in flight; ends when nothing is in flight."""
+    """Drains and ends the expert worker, as a signal does: it says so in Watch and answers on while
+    its experts are loaded elsewhere and unloaded here, then refuses calls, and ends when nothing
+    is in flight or time is up. A drain that has begun goes on when the client leaves.
+    """
 
 @_typing.type_check_only
 class ExpertServiceAsyncStub(ExpertServiceStub):
@@ -72,7 +75,10 @@ class ExpertServiceAsyncStub(ExpertServiceStub):
     is in flight for them; streams progress, one message per expert and phase.
     """
     Drain: _aio.UnaryStreamMultiCallable[_expert_service_pb2.DrainRequest, _expert_service_pb2.DrainResponse]  # type: ignore[assignment]
-    """Takes no new work after what is in flight; ends when nothing is in flight."""
+    """Drains and ends the expert worker, as a signal does: it says so in Watch and answers on while
+    its experts are loaded elsewhere and unloaded here, then refuses calls, and ends when nothing
+    is in flight or time is up. A drain that has begun goes on when the client leaves.
+    """
 
 class ExpertServiceServicer(metaclass=_abc_1.ABCMeta):
     """ExpertService is what an expert worker offers to attention workers (Forward) and to gateways
@@ -122,6 +128,9 @@ class ExpertServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _expert_service_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_expert_service_pb2.DrainResponse], _abc.AsyncIterator[_expert_service_pb2.DrainResponse]]:
-        """Takes no new work after what is in flight; ends when nothing is in flight."""
+        """Drains and ends the expert worker, as a signal does: it says so in Watch and answers on while
+        its experts are loaded elsewhere and unloaded here, then refuses calls, and ends when nothing
+        is in flight or time is up. A drain that has begun goes on when the client leaves.
+        """
 
 def add_ExpertServiceServicer_to_server(servicer: ExpertServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

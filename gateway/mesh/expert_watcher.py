@@ -41,11 +41,16 @@ class ExpertWatcher:
         address: host:port.
         heartbeat_s: Longest time between two snapshots that the expert worker is asked for.
         report: Called in the watcher's thread with every snapshot, and once per failed try.
+        hands_over: Somebody moves the experts of a draining expert worker, so it is to wait.
     """
 
-    def __init__(self, address: str, heartbeat_s: float, report: Report) -> None:
+    def __init__(
+        self, address: str, heartbeat_s: float, report: Report, *, hands_over: bool = False
+    ) -> None:
         self.address = address
-        self._heartbeat_ms = max(1, int(heartbeat_s * 1000))
+        self._request = pb.WatchRequest(
+            heartbeat_ms=max(1, int(heartbeat_s * 1000)), hands_over=hands_over
+        )
         self._limit_s = MISSED_HEARTBEATS * heartbeat_s
         self._report = report
         self._stopping = threading.Event()
@@ -91,7 +96,7 @@ class ExpertWatcher:
 
     def _watch(self, stub: pb_grpc.ExpertServiceStub) -> str:
         """Reads one stream to its end; returns why it ended."""
-        call = stub.Watch(pb.WatchRequest(heartbeat_ms=self._heartbeat_ms))
+        call = stub.Watch(self._request)
         with self._lock:
             self._call = call
             self._overdue = False

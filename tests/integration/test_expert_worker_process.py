@@ -114,6 +114,38 @@ def test_lost_copies(checkpoint: Checkpoint) -> None:
             todo.run(there, timeout_s=3.0)
 
 
+@pytest.mark.parametrize("told_by", ["a signal", "an order"])
+def test_a_drain_hands_over(checkpoint: Checkpoint, told_by: str) -> None:
+    """Told to stop it says so, and answers until its experts were moved; then it exits with 0. The
+    time that it may take is not used up."""
+    flags = "--experts", "1-2", "--worker-id", "leaves", "--drain-grace-s", "600"
+    todo = to_expert(1, num_rows=8)
+    expected = todo.run(local(checkpoint))
+    with start(checkpoint.model_dir, *flags) as process, ExitStack() as stack:
+        address = f"127.0.0.1:{process.ready()['port']}"
+        there = stack.enter_context(remote(checkpoint, [entry_at(address)], direct=True))
+        stub = rpc.ExpertServiceStub(stack.enter_context(grpc.insecure_channel(address)))
+        watch = stub.Watch(pb.WatchRequest(hands_over=True))
+        incarnation = next(watch).incarnation
+        order = None
+        if told_by == "an order":
+            order = stub.Drain(pb.DrainRequest(incarnation=incarnation))
+        else:
+            process.process.send_signal(signal.SIGTERM)
+        assert any(snapshot.draining for snapshot in watch)
+        assert torch.equal(expected, todo.run(there))
+        held = [(layer, expert) for layer in (0, 1, 2) for expert in (1, 2)]
+        unload = pb.UnloadExpertsRequest(
+            incarnation=incarnation,
+            experts=[pb.ExpertId(layer=layer, expert=expert) for layer, expert in held],
+        )
+        list(stub.UnloadExperts(unload, timeout=TIMEOUT_S))
+        if order is not None:
+            assert list(order)[-1].drained
+        assert process.wait(TIMEOUT_S) == 0
+        assert "Traceback" not in process.stderr
+
+
 def test_an_empty_start(checkpoint: Checkpoint) -> None:
     """It holds nothing, has room for what it was told, and its kernels are warm: neither loading
     nor the first calls look for one.

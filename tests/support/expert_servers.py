@@ -53,6 +53,7 @@ def expert_server(
     max_streams: int = 4,
     port: int = 0,
     direct: bool = True,
+    on_drain: Callable[[], None] = lambda: None,
 ) -> Iterator[ExpertServer]:
     """A server of a store, stopped at the end."""
     server = ExpertServer(
@@ -62,6 +63,7 @@ def expert_server(
         port,
         max_streams,
         direct_port=0 if direct else None,
+        on_drain=on_drain,
     )
     server.start()
     for layer, held in list(store.residency().items())[:1]:
@@ -118,7 +120,7 @@ class FaultyServer:
         if direct:
             self._direct = DirectServer("127.0.0.1", 0)
         self._servicer = ExpertServicer(
-            self._state, ExpertBackend(store), self._maintenance, 4, self._direct
+            self._state, ExpertBackend(store), self._maintenance, 4, self._direct, lambda _: None
         )
         for layer, held in list(store.residency().items())[:1]:
             self._servicer.warm_up(layer, held.resident[0])

@@ -21,7 +21,7 @@ from expertmesh.v1 import expert_service_pb2_grpc as rpc
 from tests.conftest import Models
 from tests.support.direct_calls import ask, connection_to
 from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
-from tests.support.expert_wire import TIMEOUT_S, RawStream, busy_device, channel, health, request
+from tests.support.expert_wire import TIMEOUT_S, RawStream, channel, health, request
 from tests.support.processes import poll
 from tests.support.tiny_checkpoints import MIXTRAL
 
@@ -312,20 +312,3 @@ def test_orders_are_fenced(server: ExpertServer) -> None:
                 list(call)
             assert caught.value.code() == code
             assert text in str(caught.value.details())
-
-
-def test_drain_waits_for_calls_in_flight(server: ExpertServer) -> None:
-    """New calls are refused as draining; the drain ends when the last call has ended."""
-    message = request(server).SerializeToString()
-    own = server.state.identity.incarnation
-    with channel(server) as opened:
-        with busy_device(server):
-            slow = RawStream(opened, [message])
-            poll(lambda: server.state.calls_in_flight == 1, timeout_s=TIMEOUT_S, what="it waits")
-            drain = iter(rpc.ExpertServiceStub(opened).Drain(pb.DrainRequest(incarnation=own)))
-            assert next(drain).calls_in_flight == 1
-            (refused,) = RawStream(opened, [message]).read()
-            assert refused.error.code == E.CODE_DRAINING
-        assert [reply.HasField("outputs") for reply in slow.read()] == [True]
-        assert list(drain)[-1].drained
-        assert server.state.snapshot().draining

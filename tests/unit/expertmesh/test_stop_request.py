@@ -17,7 +17,7 @@ WAIT_S = 20.0
 def run(code: str, *, orderly: bool = True) -> subprocess.Popen[str]:
     """A Python process that has a listening StopRequest named `stopping`."""
     head = (
-        "from expertmesh.stop_request import StopRequest\n"
+        "from expertmesh.stop_request import StopRequest, end_within\n"
         "stopping = StopRequest()\n"
         "stopping.listen()\n" + "stopping.orderly()\n" * orderly + "print('up', flush=True)\n"
     )
@@ -32,7 +32,7 @@ def run(code: str, *, orderly: bool = True) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_wait(number: signal.Signals) -> None:
     """The waiting process goes on to its orderly end."""
-    with run("stopping.wait(exit_guard_s=30)\nraise SystemExit(7)") as process:
+    with run("stopping.wait()\nraise SystemExit(7)") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
@@ -53,13 +53,33 @@ def test_an_end_that_gets_stuck_is_cut() -> None:
     code = (
         "import threading\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
-        "stopping.wait(exit_guard_s=0.2)\n"
+        "stopping.wait()\n"
+        "end_within(0.2)\n"
     )
     with run(code) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.terminate()
         assert process.wait(WAIT_S) == 71
+
+
+def test_a_second_interrupt_ends_at_once() -> None:
+    """An orderly end that takes long is cut short at a terminal, and by SIGTERM it is not."""
+    code = (
+        "stopping.wait()\n"
+        "print('ending', flush=True)\n"
+        "stopping.wait()\n"
+        "print('told again', flush=True)\n"
+        "stopping.wait()\n"
+    )
+    with run(code) as process:
+        assert process.stdout is not None
+        for line in ("up\n", "ending\n"):
+            assert process.stdout.readline() == line
+            process.terminate()
+        assert process.stdout.readline() == "told again\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130
 
 
 def test_a_wish_may_interrupt_another_one() -> None:
@@ -69,7 +89,7 @@ def test_a_wish_may_interrupt_another_one() -> None:
         "for _ in range(2000):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    stopping.make()\n"
-        "stopping.wait(exit_guard_s=30)\n"
+        "stopping.wait()\n"
         "raise SystemExit(7 if stopping.made else 1)"
     )
     with run(code) as process:
