@@ -26,7 +26,7 @@ PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install run test test-all test-gpu conformance-full check lint fmt type imports proto proto-check bench bench-mesh bench-scale bench-rpc bench-overlap family-table
+.PHONY: help venv install run test test-all chaos test-gpu conformance-full check lint fmt type imports proto proto-check bench bench-mesh bench-scale bench-rpc bench-overlap family-table
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,10 +55,13 @@ run: $(VENV)/.run-stamp ## Serve the demo model on this machine, until Ctrl-C
 	@$(BIN)/expertmesh serve $(MODEL) --ask "$(ASK)" $(ARGS)
 
 test: lint type imports proto-check ## What CI runs: static checks, then the tests
-	@$(call pytest,not slow and not gpu)
+	@$(call pytest,not slow and not gpu and not chaos)
 
 test-all: lint type imports proto-check ## As test, with what takes longer
-	@$(call pytest,not gpu)
+	@$(call pytest,not gpu and not chaos)
+
+chaos: $(VENV)/.dev-stamp ## Kill, stop, cut off and misuse workers under load; print what clients saw
+	@$(BIN)/python -m pytest -m chaos tests/chaos $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.dev-stamp ## The kernels for GPUs, on one; needs a CUDA device and a torch for it
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("error: torch finds no CUDA device")'

@@ -1,0 +1,57 @@
+"""What scenarios share: the model, what its requests are answered, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.harness.checks import Answers
+from tests.chaos.harness.mesh import Mesh, mesh_of_copies
+from tests.chaos.harness.requests import Workload, answers_alone
+from tests.chaos.harness.table import Row, as_markdown
+from tests.conftest import Models
+from tests.support.mesh import gateway
+from tests.support.tiny_checkpoints import MIXTRAL
+
+_ROWS = pytest.StashKey[list[Row]]()
+
+
+@pytest.fixture(scope="session")
+def chaos_model(models: Models) -> Path:
+    """A tiny Mixtral of 8 experts."""
+    return models.tiny(MIXTRAL)
+
+
+@pytest.fixture(scope="session")
+def workload() -> Workload:
+    """Requests to it."""
+    return Workload(MIXTRAL.vocab_size)
+
+
+@pytest.fixture(scope="session")
+def expected(chaos_model: Path, workload: Workload) -> Answers:
+    """What each request is answered by one process in which nothing fails, alone."""
+    with gateway(chaos_model, ["local"]) as server:
+        return answers_alone(server.api.port, workload)
+
+
+@pytest.fixture(scope="session")
+def mesh(chaos_model: Path) -> Iterator[Mesh]:
+    """Three expert workers with two copies of each expert, and their gateway."""
+    with mesh_of_copies(chaos_model) as running:
+        yield running
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> list[Row]:
+    """Takes rows of the table; they are printed at the end of the run."""
+    return request.config.stash.setdefault(_ROWS, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the table."""
+    if rows := terminalreporter.config.stash.get(_ROWS, None):
+        terminalreporter.section("faults")
+        terminalreporter.write_line(as_markdown(rows))

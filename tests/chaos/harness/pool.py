@@ -1,0 +1,157 @@
+"""Expert workers on ports of their own that are killed, hung and started again while others serve.
+
+A worker that is started again has the address it had, as a pod behind a stable name has. It starts
+at the lowest priority, so that on few cores its start takes nothing from those that serve.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from expertmesh.v1 import expert_service_pb2 as pb
+from tests.support.mesh import COMMAND, assert_gone, watch_once
+from tests.support.processes import Managed, free_port
+
+HOST = "127.0.0.1"
+LOWEST_PRIORITY = 19
+_STOP_TIMEOUT_S = 20.0
+
+
+class PoolWorker:
+    """One address, and the expert worker that serves there now.
+
+    Args:
+        model: Checkpoint folder.
+        share: `--experts` of every life.
+        flags: More flags of every life.
+    """
+
+    def __init__(self, model: Path, share: str, flags: Sequence[str] = ()) -> None:
+        self.port, self.direct_port = free_port(), free_port()
+        self.share = share
+        self._arguments = (
+            *(*COMMAND, "expert-worker", str(model), "--experts", share, "--threads", "1"),
+            *("--port", str(self.port), "--direct-port", str(self.direct_port), *flags),
+        )
+        self._process: Managed | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port, without a proxy."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def process(self) -> Managed:
+        """The present life, or the last one."""
+        assert self._process is not None, f"{self.address} was never started"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """Of the present life."""
+        return self.process.process.pid
+
+    def start(self, *, env: Mapping[str, str] | None = None) -> None:
+        """Starts the next life and returns at once."""
+        self.forget()
+        self._process = Managed(self._arguments, name=f"expert-worker {self.port}", env=env)
+
+    def wait_ready(self) -> None:
+        """Waits until it serves what it holds; ends the low priority of a start `in_background`."""
+        self.process.ready()
+        set_priority(self.pid, 0)
+
+    def state(self) -> pb.WatchResponse:
+        """A snapshot, not through a proxy."""
+        return watch_once(self.address)
+
+    def kill(self) -> None:
+        """Ends it as kill -9 does."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def hang(self, for_s: float) -> None:
+        """Stops all its threads, as SIGSTOP does, and lets them go on after so many seconds.
+
+        A shell does both: a stopped process that everybody has left would be there for good.
+        """
+        commands = f"kill -STOP {self.pid}; sleep {for_s}; kill -CONT {self.pid}"
+        subprocess.run(["sh", "-c", commands], check=True)
+
+    def stop(self) -> None:
+        """Asks it to end; fails unless it does, with exit code 0, and leaves nothing behind."""
+        exit_code = self.process.stop(_STOP_TIMEOUT_S)
+        assert exit_code == 0, self.process.stderr
+        assert_gone(self.process, (self.port, self.direct_port))
+
+    @property
+    def is_alive(self) -> bool:
+        """True from start until its end."""
+        return self._process is not None and self._process.process.poll() is None
+
+    def forget(self) -> None:
+        """Ends what still runs, and drops its output."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+@contextmanager
+def expert_pool(
+    model: Path, shares: Sequence[str], flags: Sequence[str] = ()
+) -> Iterator[list[PoolWorker]]:
+    """A worker for each share, ready; each must end cleanly when it is asked to at the end.
+
+    Args:
+        model: Checkpoint folder.
+        shares: `--experts` of each.
+        flags: More flags of all.
+    """
+    workers = [PoolWorker(model, share, flags) for share in shares]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.wait_ready()
+        yield workers
+        for worker in workers:
+            if worker.is_alive:
+                worker.stop()
+    finally:
+        for worker in workers:
+            worker.forget()
+
+
+def shares_with_copies(num_experts: int, num_workers: int, num_copies: int) -> list[str]:
+    """`--experts` of each worker, so that each expert is on `num_copies` of them."""
+    return [
+        ",".join(
+            str(expert)
+            for expert in range(num_experts)
+            if (worker - expert) % num_workers < num_copies
+        )
+        for worker in range(num_workers)
+    ]
+
+
+def set_priority(pid: int, priority: int) -> None:
+    """Gives all threads of a process this nice value, as far as the system lets us."""
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(task.name), priority)
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """What this thread does, and the processes that it starts, have the lowest priority."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, before)
