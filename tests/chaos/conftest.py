@@ -12,6 +12,7 @@ from tests.chaos.harness.mesh import Mesh, mesh_of_copies
 from tests.chaos.harness.requests import Workload, answers_alone
 from tests.chaos.harness.table import Row, as_markdown
 from tests.conftest import Models
+from tests.support.leaks import LeakGuard
 from tests.support.mesh import gateway
 from tests.support.tiny_checkpoints import MIXTRAL
 
@@ -37,7 +38,19 @@ def expected(chaos_model: Path, workload: Workload) -> Answers:
         return answers_alone(server.api.port, workload)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(autouse=True, scope="module")
+def no_leaks() -> Iterator[None]:
+    """Fails a module that leaves a process or a named thread behind.
+
+    A single test may: expert workers that it has started again belong to the mesh of the module.
+    """
+    guard = LeakGuard()
+    yield
+    leaks = guard.remaining(grace_s=5.0)
+    assert leaks == [], f"left behind: {', '.join(leaks)}"
+
+
+@pytest.fixture(scope="module")
 def mesh(chaos_model: Path) -> Iterator[Mesh]:
     """Three expert workers with two copies of each expert, and their gateway."""
     with mesh_of_copies(chaos_model) as running:

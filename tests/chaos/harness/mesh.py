@@ -78,7 +78,7 @@ def suffer(
 ) -> None:
     """Has a fault hit `row.times` times at random moments while streams are open.
 
-    Fails if a request fails or an answer is not what it must be. All that clients saw is in the row.
+    Fails if a request fails or is answered differently. All that clients saw is in the row.
 
     Args:
         mesh: Serves.
