@@ -1,8 +1,8 @@
 """Which expert workers can be used, folded into an expert map and a status.
 
 Expert workers are the truth about what they hold. One is in the map if it is discovered, its Watch
-stream is alive, protocol revision, model and dtype are ours, and it is not draining; retiring
-experts are left out.
+stream is alive, and protocol revision, model and dtype are ours; retiring experts are left out. One
+that drains is marked as leaving: it is asked only for what nobody else holds.
 
 Threads: `membership` owns everything here and is the only one to make maps; `watch-<address>`, one
 per expert worker, only report to it. Maps and statuses are immutable and replaced whole.
@@ -23,7 +23,7 @@ from expertmesh.v1 import expert_service_pb2 as pb
 from gateway.mesh.discovery import Addresses, Discovery
 from gateway.mesh.expert_watcher import ExpertWatcher
 from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
-from gateway.mesh.worker_report import ServedIdentity, read_snapshot
+from gateway.mesh.worker_report import KnownWorker, ServedIdentity, WorkerReport, read_snapshot
 
 __all__ = ["ExpertWorkerState", "ExpertWorkerStatus", "Membership", "MeshStatus", "ServedIdentity"]
 
@@ -32,10 +32,13 @@ logger = logging.getLogger("gateway.membership")
 HEARTBEAT_S = 1.0
 START_PATIENCE_S = 3.0
 """An address that does not answer is named in the log after this time, in the status at once."""
+COPIES_INTERVAL_S = 0.25
+"""Between two maps that differ by further copies only."""
 _CHECKS_PER_HEARTBEAT = 4
 _JOIN_S = 2.0
 
 MapListener = Callable[[ExpertMap], None]
+NewsListener = Callable[[], None]
 
 
 @dataclass
@@ -43,13 +46,22 @@ class _Member:
     """One discovered address."""
 
     watcher: ExpertWatcher
-    status: ExpertWorkerStatus
+    report: WorkerReport
     since_s: float
     """When it was discovered, on the monotonic clock."""
-    entry: ExpertWorkerEntry | None = None
     numerics: bytes = b""
     logged: tuple[str, ...] = ()
     """What the log says of it."""
+
+    @property
+    def status(self) -> ExpertWorkerStatus:
+        """As its watcher sees it."""
+        return self.report.status
+
+    @property
+    def entry(self) -> ExpertWorkerEntry | None:
+        """Of the expert map, if it can be used."""
+        return self.report.entry
 
     def news(self, now_s: float) -> bool:
         """True if the log should say more; a start is given time before it counts as missing."""
@@ -89,9 +101,13 @@ class Membership:
         self._heartbeat_s = heartbeat_s
         self._members: dict[str, _Member] = {}
         self._listeners: list[MapListener] = []
+        self._news_listeners: list[NewsListener] = []
         # At most one report per address and heartbeat, one more per change of an expert worker.
         self._news: queue.SimpleQueue[_News | None] = queue.SimpleQueue()
         self._map = ExpertMap.empty(config)
+        self._map_s = 0.0
+        self._known: tuple[KnownWorker, ...] = ()
+        self._all_heard = False
         self._status = self._make_status()
         self._mixed = False
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
@@ -104,6 +120,19 @@ class Membership:
     def status(self) -> MeshStatus:
         """The present status; may be read from any thread."""
         return self._status
+
+    def known_workers(self) -> tuple[KnownWorker, ...]:
+        """Expert workers that answer and fit, by id; may be called from any thread."""
+        return self._known
+
+    @property
+    def all_heard(self) -> bool:
+        """True if all discovered expert workers have answered once; from any thread."""
+        return self._all_heard
+
+    def subscribe_news(self, on_news: NewsListener) -> None:
+        """Calls `on_news` when an expert worker says something. Call before `start`."""
+        self._news_listeners.append(on_news)
 
     def subscribe(self, on_map: MapListener) -> None:
         """Calls `on_map` with every new map, in the membership thread. Call before `start`."""
@@ -157,8 +186,8 @@ class Membership:
                 continue
             watcher = ExpertWatcher(address, self._heartbeat_s, self._report)
             state = ExpertWorkerState.UNREACHABLE
-            status = ExpertWorkerStatus("", address, state, "not reached yet")
-            self._members[address] = _Member(watcher, status, time.monotonic())
+            report = WorkerReport(ExpertWorkerStatus("", address, state, "not reached yet"))
+            self._members[address] = _Member(watcher, report, time.monotonic())
             watcher.start()
 
     def _drop(self, addresses: set[str]) -> None:
@@ -173,21 +202,19 @@ class Membership:
         self._news.put(_Report(address, content))
 
     def _lose(self, member: _Member, reason: str) -> None:
-        member.entry = None
         old = member.status
         state = ExpertWorkerState.UNREACHABLE
-        member.status = ExpertWorkerStatus(old.worker_id, old.address, state, reason)
+        member.report = WorkerReport(ExpertWorkerStatus(old.worker_id, old.address, state, reason))
 
     def _read(self, member: _Member, snapshot: pb.WatchResponse) -> None:
         address = member.status.address
-        status, entry = read_snapshot(snapshot, address, self._served, self._config)
-        if entry is not None and (other := self._namesake(entry)) is not None:
-            message = f"worker id {entry.worker_id} is also used by {other}, expected another one"
-            entry, state = None, ExpertWorkerState.INCOMPATIBLE
-            status = ExpertWorkerStatus(status.worker_id, address, state, message)
-        member.entry = entry
+        report = read_snapshot(snapshot, address, self._served, self._config)
+        if report.entry is not None and (other := self._namesake(report.entry)) is not None:
+            worker_id, state = report.entry.worker_id, ExpertWorkerState.INCOMPATIBLE
+            message = f"worker id {worker_id} is also used by {other}, expected another one"
+            report = WorkerReport(ExpertWorkerStatus(worker_id, address, state, message))
+        member.report = report
         member.numerics = snapshot.numerics_fingerprint
-        member.status = status
 
     def _namesake(self, entry: ExpertWorkerEntry) -> str | None:
         """Address of another routable expert worker with the same id."""
@@ -201,12 +228,26 @@ class Membership:
         """Makes the next map if anything routable changed, and the status in any case."""
         entries = [m.entry for m in self._members.values() if m.entry is not None]
         old, candidate = self._map, self._map.replaced(entries)
-        changed = candidate.workers != old.workers
+        changed = candidate.workers != old.workers and self._is_due(old, candidate)
         if changed:
-            self._map = candidate
+            self._map, self._map_s = candidate, time.monotonic()
+        known = [m.report.known for m in self._members.values() if m.report.known is not None]
+        self._known = tuple(sorted(known, key=lambda worker: worker.view.worker_id))
+        self._all_heard = all(m.status.worker_id for m in self._members.values())
         self._status = self._make_status()
         if changed:
             self._tell(old)
+        for listener in self._news_listeners:
+            listener()
+
+    def _is_due(self, old: ExpertMap, new: ExpertMap) -> bool:
+        """False for further copies alone, a moment after the last map: they come by the hundreds,
+        and each map makes attention workers look at all of it again."""
+        return _headline(old) != _headline(new) or not (
+            old.holders.keys() == new.holders.keys()
+            and all(set(held) <= set(new.holders[key]) for key, held in old.holders.items())
+            and time.monotonic() - self._map_s < COPIES_INTERVAL_S
+        )
 
     def _tell(self, old: ExpertMap) -> None:
         new = self._map
@@ -257,9 +298,11 @@ def _log_status(status: ExpertWorkerStatus) -> None:
     )
 
 
-def _headline(expert_map: ExpertMap) -> tuple[tuple[tuple[str, int], ...], bool]:
+def _headline(expert_map: ExpertMap) -> tuple[tuple[tuple[str, int, bool], ...], bool]:
     """What is worth a line in the log: who is there, and whether all experts are covered."""
-    workers = tuple((worker.worker_id, worker.incarnation) for worker in expert_map.workers)
+    workers = tuple(
+        (worker.worker_id, worker.incarnation, worker.leaving) for worker in expert_map.workers
+    )
     return workers, not expert_map.uncovered()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from expertmesh import PROTOCOL_REVISION
@@ -10,6 +11,7 @@ from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import DTYPE_CODES
 from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus
+from gateway.placement.state import ExpertKey, WorkerView
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,32 @@ class ServedIdentity:
     """Token rows of the largest step, all of which may go to one expert worker."""
 
 
+@dataclass(frozen=True)
+class KnownWorker:
+    """An expert worker that answers and fits, for who places experts."""
+
+    address: str
+    """host:port of its ExpertService."""
+    view: WorkerView
+    pairs: Mapping[ExpertKey, int]
+    """(row, expert) pairs computed in this life of it, by resident expert."""
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What a snapshot says."""
+
+    status: ExpertWorkerStatus
+    entry: ExpertWorkerEntry | None = None
+    """Of the expert map; None if it cannot be used."""
+    known: KnownWorker | None = None
+    """None likewise."""
+
+
 def read_snapshot(
     snapshot: pb.WatchResponse, address: str, served: ServedIdentity, config: ModelConfig
-) -> tuple[ExpertWorkerStatus, ExpertWorkerEntry | None]:
-    """Status of an expert worker, and its entry of the expert map if it can be used.
+) -> WorkerReport:
+    """Status of an expert worker, and what it can be used for.
 
     Args:
         snapshot: What it says.
@@ -40,18 +64,48 @@ def read_snapshot(
     worker_id = snapshot.worker_id
     resident = {layer.layer: tuple(sorted(layer.resident)) for layer in snapshot.layers}
     num_experts = sum(len(experts) for experts in resident.values())
-    state, message = ExpertWorkerState.READY, ""
     if problem := _incompatibility(snapshot, served) or _unknown_expert(resident, config):
-        state, message = ExpertWorkerState.INCOMPATIBLE, problem
-    elif snapshot.draining:
-        state, message = ExpertWorkerState.DRAINING, "it takes no new work"
-    status = ExpertWorkerStatus(worker_id, address, state, message, num_experts)
-    if state is not ExpertWorkerState.READY:
-        return status, None
-    entry = ExpertWorkerEntry(
-        worker_id, address, snapshot.incarnation, resident, snapshot.row_credits
+        state = ExpertWorkerState.INCOMPATIBLE
+        return WorkerReport(ExpertWorkerStatus(worker_id, address, state, problem, num_experts))
+    state, message = ExpertWorkerState.READY, ""
+    if snapshot.draining:
+        state, message = ExpertWorkerState.DRAINING, "it leaves, and is used for sole copies only"
+    return WorkerReport(
+        ExpertWorkerStatus(worker_id, address, state, message, num_experts),
+        ExpertWorkerEntry(
+            worker_id,
+            address,
+            snapshot.incarnation,
+            resident,
+            snapshot.row_credits,
+            leaving=snapshot.draining,
+        ),
+        KnownWorker(address, _view(snapshot), _pairs(snapshot)),
     )
-    return status, entry
+
+
+def _view(snapshot: pb.WatchResponse) -> WorkerView:
+    return WorkerView(
+        worker_id=snapshot.worker_id,
+        incarnation=snapshot.incarnation,
+        node=snapshot.node,
+        num_slots=snapshot.capacity.expert_slots,
+        resident=_keys((layer.layer, layer.resident) for layer in snapshot.layers),
+        retiring=_keys((layer.layer, layer.retiring) for layer in snapshot.layers),
+        leaving=snapshot.draining,
+    )
+
+
+def _keys(layers: Iterable[tuple[int, Iterable[int]]]) -> frozenset[ExpertKey]:
+    return frozenset((layer, expert) for layer, experts in layers for expert in experts)
+
+
+def _pairs(snapshot: pb.WatchResponse) -> Mapping[ExpertKey, int]:
+    return {
+        (layer.layer, expert): count
+        for layer in snapshot.layers
+        for expert, count in zip(layer.resident, layer.pairs, strict=False)
+    }
 
 
 def _incompatibility(snapshot: pb.WatchResponse, served: ServedIdentity) -> str:

@@ -220,8 +220,8 @@ def test_a_hung_expert_worker_leaves_the_map_and_comes_back() -> None:
         watched.until_state(ExpertWorkerState.READY)
 
 
-def test_a_draining_expert_worker_is_not_used() -> None:
-    """It says so itself; its experts count as uncovered from then on."""
+def test_a_draining_expert_worker_is_leaving() -> None:
+    """It says so itself; it stays in the map for what nobody else holds."""
     state = snapshot("w0", FINGERPRINT, LOW)
     with WatchServer(state) as server, watching(server.address) as watched:
         watched.until(lambda status: status.epoch == 1)
@@ -230,7 +230,35 @@ def test_a_draining_expert_worker_is_not_used() -> None:
         drained.draining = True
         server.change(drained)
         watched.until_state(ExpertWorkerState.DRAINING)
-        assert watched.until(lambda status: status.epoch == 2).uncovered[1] == (0, 1, 2, 3)
+        status = watched.until(lambda status: status.epoch == 2)
+        (leaving,) = watched.map_of(status).workers
+        assert leaving.leaving
+        assert status.uncovered[1] == (2, 3)
+        assert [known.view.leaving for known in watched.membership.known_workers()] == [True]
+
+
+def test_further_copies_come_together() -> None:
+    """Copies of covered experts that are reported one after the other make few maps, and none is
+    forgotten; a first copy makes one at once."""
+    low = snapshot("w0", FINGERPRINT, LOW)
+    with (
+        WatchServer(low) as first,
+        WatchServer(snapshot("w1", FINGERPRINT, {1: [], 2: []})) as second,
+        watching(first.address, second.address) as watched,
+    ):
+        watched.until(lambda status: all(w.worker_id for w in status.workers))
+        pause = threading.Event()
+        for count in range(1, 4):  # 0 and 1 are there already
+            second.change(snapshot("w1", FINGERPRINT, {1: list(range(count)), 2: []}))
+            pause.wait(0.02)
+        covered = watched.until(lambda status: 2 not in status.uncovered[1])
+        assert watched.map_of(covered).holders[1, 2] == (1,)
+        num_maps = len(watched.maps)
+        for count in range(1, 3):
+            second.change(snapshot("w1", FINGERPRINT, {1: [0, 1, 2], 2: list(range(count))}))
+            pause.wait(0.02)
+        watched.until(lambda _: watched.maps[-1].holders.get((2, 1)) == (0, 1))
+        assert len(watched.maps) <= num_maps + 2
 
 
 def wrong_revision(state: pb.WatchResponse) -> None:
