@@ -21,6 +21,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WireDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 ExpertDtype = Literal["auto", "plain", "int8", "int4"]
 KvCacheDtype = Literal["auto", "int8"]
+PlacementMode = Literal["auto", "static"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 
@@ -185,14 +186,24 @@ class EngineSettings(Settings):
 
 
 @dataclass(frozen=True)
-class MeshSettings(Settings):
-    """Where the experts are."""
+class MeshOptions(Settings):
+    """Where the experts are, and who decides it."""
 
     experts: str = ""
     """local: inside the attention worker; host:port,...: expert workers that run already; empty:
     `serve` starts its own."""
-    expert_workers: int = 2
-    """Expert workers that `serve` starts; they share the experts evenly."""
+    placement: PlacementMode = "auto"
+    """auto: of the gateways that share expert workers one leads, and has experts loaded, copied and
+    moved; static: expert workers hold what they were started with."""
+    min_copies: int = 2
+    """Copies of each expert on different expert workers, as far as memory allows: with one, the
+    loss of an expert worker makes requests wait until its experts are loaded elsewhere."""
+    move_mib_per_minute: int = 65_536
+    """Most MiB of weights that are loaded in a minute for balance and further copies; experts
+    without any copy are loaded at once."""
+    leader_lock: str = ""
+    """File by whose lock the gateways of this machine that share expert workers agree who leads; by
+    default one under EXPERTMESH_HOME, the same for the same addresses."""
     attention_workers: int = 1
     """Attention workers of the gateway, each with its own KV cache; requests go where their prefix
     is cached or least is to be done."""
@@ -210,7 +221,8 @@ class MeshSettings(Settings):
 
     def __post_init__(self) -> None:
         """Checks the ranges and the addresses."""
-        check_int("expert_workers", self.expert_workers, 1, 256)
+        check_int("min_copies", self.min_copies, 1, 256)
+        check_int("move_mib_per_minute", self.move_mib_per_minute, 1, 2**30)
         check_int("attention_workers", self.attention_workers, 1, 64)
         _check_threads(self.threads)
         _ = self.addresses
@@ -236,6 +248,19 @@ class MeshSettings(Settings):
         if len(set(named)) != len(named):
             raise SettingsError(f"experts names an address twice: {self.experts!r}")
         return named
+
+
+@dataclass(frozen=True)
+class MeshSettings(MeshOptions):
+    """All of that, and how many expert workers there are to be."""
+
+    expert_workers: int = 2
+    """Expert workers that `serve` starts."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        super().__post_init__()
+        check_int("expert_workers", self.expert_workers, 1, 256)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ and not left waiting.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from expertmesh.errors import PortError
@@ -38,6 +39,11 @@ def bind(flag: str, host: str, port: int) -> socket.socket:
         raise port_error(flag, host, port, error) from error
     bound.setblocking(False)
     return bound
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """True if only this machine can reach a bound socket."""
+    return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def port_error(flag: str, host: str, port: int, error: OSError) -> PortError:

@@ -3,6 +3,7 @@
     main thread    event loop: HTTP and gRPC APIs, signals
     engine-N       scheduler and output streams of an attention worker
     membership     expert maps; watch-<address>: one expert worker each
+    placement      as leader, orders to expert workers; election: who leads
     attention-*    streams to the attention workers, child processes
 
 Start: ports, checkpoint, expert workers are looked for, attention workers, engines, APIs. Expert
@@ -27,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import share_cores, usable_cores
 from expertmesh.errors import StartupError
-from expertmesh.expert_plan import plan_experts
+from expertmesh.expert_plan import ExpertPlan, plan_experts
 from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
@@ -36,17 +37,20 @@ from expertmesh.processes import announce_ready
 from expertmesh.quiet_gc import QuietGc
 from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_home
 from expertmesh.wire import incarnation
-from gateway.api_keys import ApiKeys
+from gateway.admin_handlers import AdminAccess
+from gateway.api_keys import ADMIN_DIGESTS_VARIABLE, ApiKeys
 from gateway.app import Access, build_app, make_runner
 from gateway.attention.group import AttentionGroup
 from gateway.engine.engine import Engine
 from gateway.engine.engine_pool import EnginePool
 from gateway.grpc_api import GrpcServer
-from gateway.listen import bind, check_free, port_error
+from gateway.listen import bind, check_free, is_loopback, port_error
 from gateway.mesh.discovery import StaticDiscovery
 from gateway.mesh.dispatch_totals import DispatchTotals
 from gateway.mesh.membership import Membership, ServedIdentity
 from gateway.mesh.mesh_status import MeshStatus
+from gateway.placement.operator import Operator, StaticPlacement
+from gateway.placement.setup import make_placement, start_placement
 from gateway.request_metrics import RequestMetrics
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.service import ApiLimits, GenerationFrontend, ServedModel
@@ -123,12 +127,14 @@ class Gateway:
         self._checkpoint: Checkpoint | None = None
         self.attention: AttentionGroup | None = None
         self._membership: Membership | None = None
+        self._placement: Operator = StaticPlacement()
         self._engine: EnginePool | None = None
         self.frontend: GenerationFrontend | None = None
         self._runner: web.AppRunner | None = None
         self._grpc: GrpcServer | None = None
         self._dispatch = DispatchTotals()
         self._keys = ApiKeys.from_environment()
+        self._admin_keys = ApiKeys.from_environment(ADMIN_DIGESTS_VARIABLE)
         self.info: dict[str, object] = {}
 
     async def start(self) -> None:
@@ -144,8 +150,12 @@ class Gateway:
         if self._interrupted:
             raise StartupError("the gateway was told to stop")
         self._membership = self._watch_experts(checkpoint)
+        self._placement = make_placement(
+            self._settings.mesh, checkpoint, self._expert_plan(checkpoint), self._membership
+        )
         self.attention = self._make_attention(checkpoint)
         self._membership.start()
+        start_placement(self._placement)
         await asyncio.to_thread(self.attention.start)
         await self._serve(checkpoint)
 
@@ -225,9 +235,9 @@ class Gateway:
         dtype = self._settings.model.dtype
         return checkpoint.config.dtype if dtype == "auto" else dtype
 
-    def _expert_dtype(self, checkpoint: Checkpoint) -> str:
+    def _expert_plan(self, checkpoint: Checkpoint) -> ExpertPlan:
         setting = self._settings.model.expert_dtype
-        return plan_experts(checkpoint, setting, self._dtype(checkpoint)).name
+        return plan_experts(checkpoint, setting, self._dtype(checkpoint))
 
     def _colocated(self, checkpoint: Checkpoint) -> bool:
         return self._settings.mesh.colocated or not checkpoint.config.moe_layers
@@ -237,7 +247,7 @@ class Gateway:
             checkpoint.name,
             checkpoint.fingerprint,
             self._dtype(checkpoint),
-            expert_dtype=self._expert_dtype(checkpoint),
+            expert_dtype=self._expert_plan(checkpoint).name,
             max_step_tokens=self._settings.engine.max_num_batched_tokens,
         )
         membership = Membership(
@@ -338,6 +348,11 @@ class Gateway:
             name_required=self._settings.http.require_model,
         )
 
+    def _admin_access(self) -> AdminAccess:
+        assert self._socket is not None, "it is bound first"
+        is_private = is_loopback(self._socket) and not self._keys.required
+        return AdminAccess(self._admin_keys, is_private)
+
     async def _open_apis(self, frontend: GenerationFrontend, registry: CollectorRegistry) -> None:
         assert self._socket is not None
         http = self._settings.http
@@ -345,8 +360,9 @@ class Gateway:
             build_app(
                 frontend,
                 registry,
-                access=Access(self._keys, http.origins),
+                access=Access(self._keys, self._admin_access(), http.origins),
                 settings=dataclasses.asdict(self._settings),
+                operator=self._placement,
             ),
             frontend.limits,
             stop_s=_ANSWER_GRACE_S,
@@ -380,6 +396,10 @@ class Gateway:
         parts = []
         if self.attention is not None:
             parts.append(asyncio.to_thread(self.attention.stop, _CHILD_GRACE_S))
-        if self._membership is not None:
-            parts.append(asyncio.to_thread(self._membership.stop))
+        parts.append(asyncio.to_thread(self._stop_watching))
         await asyncio.gather(*parts)
+
+    def _stop_watching(self) -> None:
+        self._placement.stop()
+        if self._membership is not None:
+            self._membership.stop()

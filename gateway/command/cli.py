@@ -27,12 +27,14 @@ from expertmesh.settings import (
     GatewaySettings,
     HttpSettings,
     LogSettings,
+    MeshOptions,
     MeshSettings,
     ModelOptions,
     ModelSettings,
 )
 from gateway.command.cli_config import apply_config_file, check_texts
 from gateway.command.model_commands import model_app
+from gateway.command.placement_commands import placement_app
 
 if TYPE_CHECKING:
     from gateway.command.client_commands import ClientOptions
@@ -41,6 +43,7 @@ INTERRUPTED = 130
 
 _DEFAULTS = GatewaySettings()
 _MODEL_OPTIONS = ModelOptions()
+_MESH_OPTIONS = MeshOptions()
 _WORKER_OPTIONS = ExpertWorkerOptions()
 
 _MODEL = Group.create_ordered("Model")
@@ -54,6 +57,7 @@ ModelArgument = Annotated[str, Parameter(group=_MODEL)]
 ModelFlags = Annotated[ModelOptions, Parameter(name="*", group=_MODEL)]
 HttpFlags = Annotated[HttpSettings, Parameter(name="*", group=_ADDRESSES)]
 MeshFlags = Annotated[MeshSettings, Parameter(name="*", group=_EXPERTS)]
+MeshOptionFlags = Annotated[MeshOptions, Parameter(name="*", group=_EXPERTS)]
 EngineFlags = Annotated[EngineSettings, Parameter(name="*", group=_LIMITS)]
 WorkerFlags = Annotated[ExpertWorkerOptions, Parameter(name="*", group=_EXPERTS)]
 LogFlags = Annotated[LogSettings, Parameter(name="*", group=_OUTPUT)]
@@ -73,6 +77,7 @@ app = App(
     sort_key=0,
 )
 app.command(model_app)
+app.command(placement_app)
 
 
 @app.command(sort_key=1)
@@ -86,6 +91,7 @@ def serve(
     log: LogFlags = _DEFAULTS.log,
     api_key: ApiKeyFlags = None,
     api_key_file: ApiKeyFile = None,
+    admin_key_file: ApiKeyFile = None,
     ask: Annotated[str | None, Parameter(group=_OUTPUT)] = None,
     config: ConfigFlag = None,
 ) -> int:
@@ -100,6 +106,9 @@ def serve(
         name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
     api_key_file
         File with an API key a line.
+    admin_key_file
+        File with a key a line for those who drain expert workers and move experts; also
+        EXPERTMESH_ADMIN_KEYS. Without one, only callers on this machine may, and no API key is set.
     ask
         Once ready, stream the answer to this question to the terminal.
     config
@@ -108,8 +117,9 @@ def serve(
     from gateway.api_keys import collect_keys
     from gateway.command.launcher import serve_model
 
+    keys = collect_keys(api_key or (), api_key_file, admin_key_file)
     settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
-    return serve_model(settings, ask=ask, keys=collect_keys(api_key or (), api_key_file))
+    return serve_model(settings, ask=ask, keys=keys)
 
 
 @app.command(sort_key=2)
@@ -118,14 +128,12 @@ def gateway(
     *,
     options: ModelFlags = _MODEL_OPTIONS,
     http: HttpFlags = _DEFAULTS.http,
-    experts: Annotated[str, Parameter(group=_EXPERTS)] = MeshSettings.experts,
-    attention_workers: Annotated[int, Parameter(group=_EXPERTS)] = MeshSettings.attention_workers,
-    threads: Annotated[int | None, Parameter(group=_EXPERTS)] = MeshSettings.threads,
-    pin_cores: Annotated[bool, Parameter(group=_EXPERTS)] = MeshSettings.pin_cores,
+    mesh: MeshOptionFlags = _MESH_OPTIONS,
     engine: EngineFlags = _DEFAULTS.engine,
     log: LogFlags = _DEFAULTS.log,
     api_key: ApiKeyFlags = None,
     api_key_file: ApiKeyFile = None,
+    admin_key_file: ApiKeyFile = None,
     config: ConfigFlag = None,
 ) -> int:
     """Start a gateway with its attention workers; expert workers run elsewhere.
@@ -134,36 +142,28 @@ def gateway(
     ----------
     model
         Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
-    experts
-        host:port,... of the expert workers; local: experts inside the attention worker.
-    attention_workers
-        Attention workers, each with its own KV cache; requests go where their prefix is cached or
-        least is to be done.
-    threads
-        Most threads of an attention worker's kernels; by default one for each core of its share.
-    pin_cores
-        Several attention workers stay on cores of their own.
     api_key
         Key that callers must show; may be repeated. Others on this machine can read flags: better
         name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
     api_key_file
         File with an API key a line.
+    admin_key_file
+        File with a key a line for those who drain expert workers and move experts; also
+        EXPERTMESH_ADMIN_KEYS. Without one, only callers on this machine may, and no API key is set.
     config
         YAML file with the names of these flags as keys.
     """
     from gateway.__main__ import run
-    from gateway.api_keys import ApiKeys, collect_keys
+    from gateway.api_keys import collect_keys
     from gateway.command.launcher import check_ports, find_model
 
-    keys = ApiKeys.of(collect_keys(api_key or (), api_key_file))
+    keys = collect_keys(api_key or (), api_key_file, admin_key_file)
     os.environ.update(keys.to_environment())
-    mesh = MeshSettings(
-        experts=experts, attention_workers=attention_workers, threads=threads, pin_cores=pin_cores
+    settings = GatewaySettings(
+        http, _model_settings(model, options), engine, MeshSettings(**vars(mesh)), log
     )
-    settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
     check_ports(settings.http)
-    settings, _ = find_model(settings)
-    return run(settings)
+    return run(find_model(settings).settings)
 
 
 @app.command(name="expert-worker", sort_key=3)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from expertmesh.cores import CoreShare, share_cores, usable_cores
 from expertmesh.errors import PortError, SettingsError
+from expertmesh.host_memory import available_host_memory
 from expertmesh.logs import configure_logging
 from expertmesh.processes import (
     LIFELINE_FD,
@@ -42,7 +43,7 @@ from expertmesh.settings import (
     LogSettings,
     data_home,
 )
-from gateway.api_keys import ApiKeys
+from gateway.api_keys import GivenKeys
 from gateway.command.launcher_console import (
     ReadyBlock,
     make_progress,
@@ -51,6 +52,7 @@ from gateway.command.launcher_console import (
 )
 from gateway.command.launcher_probe import ReadyProbe
 from gateway.command.launcher_supervisor import Member, Supervisor
+from gateway.placement.lock_path import lock_path
 
 if TYPE_CHECKING:
     from expertmesh.model_config import ModelConfig
@@ -59,19 +61,21 @@ logger = logging.getLogger(__name__)
 
 WORKER_HOST = "127.0.0.1"
 _KILLED = 130
+_EXPERT_MEMORY_SHARE = 0.6
+"""Of free memory for experts; the rest is for keys and values, and for calls."""
 
 
 class _Stop(BaseException):
     """SIGINT or SIGTERM arrived."""
 
 
-def serve_model(settings: GatewaySettings, *, ask: str | None, keys: Sequence[str] = ()) -> int:
+def serve_model(settings: GatewaySettings, *, ask: str | None, keys: GivenKeys) -> int:
     """Serves until it is told to stop; returns the exit code.
 
     Args:
         settings: As for a gateway; `mesh` says which expert workers to start.
         ask: A question to answer on the terminal once ready.
-        keys: API keys that the gateway accepts; none: everybody is served.
+        keys: That the gateway accepts; none: everybody is served.
 
     Raises:
         StartupError: Something could not start, or the gateway ended.
@@ -79,9 +83,10 @@ def serve_model(settings: GatewaySettings, *, ask: str | None, keys: Sequence[st
     configure_logging(settings.log, "serve")
     watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
     check_ports(settings.http)
-    settings, config = find_model(settings)
+    found = find_model(settings)
+    settings = found.settings
     with contextlib.ExitStack() as stack:
-        mesh = LocalMesh.plan(settings, config, stack, keys)
+        mesh = LocalMesh.plan(found, stack, keys)
         supervisor = Supervisor(mesh.members, startup_timeout_s=settings.engine.startup_timeout_s)
         try:
             with _signals_stop(supervisor):
@@ -107,21 +112,15 @@ class LocalMesh:
     """For our own question."""
 
     @classmethod
-    def plan(
-        cls,
-        settings: GatewaySettings,
-        config: ModelConfig,
-        stack: contextlib.ExitStack,
-        keys: Sequence[str] = (),
-    ) -> LocalMesh:
-        """Decides on expert workers, their ports and cores; starts nothing.
+    def plan(cls, found: FoundModel, stack: contextlib.ExitStack, keys: GivenKeys) -> LocalMesh:
+        """Decides on expert workers, their ports, cores and memory; starts nothing.
 
         Args:
-            settings: With a model folder.
-            config: Of that model.
-            stack: Holds the reserved ports until everything has stopped.
-            keys: API keys that the gateway accepts.
+            found: The model and the settings.
+            stack: Holds the reserved ports and the lock file until everything has stopped.
+            keys: That the gateway accepts.
         """
+        settings, config = found.settings, found.config
         num_pairs = len(config.moe_layers) * config.num_experts
         count = _num_expert_workers(settings, config.num_experts)
         ports = [stack.enter_context(reserve_port(WORKER_HOST)) for _ in range(count)]
@@ -133,9 +132,11 @@ class LocalMesh:
             overlap=settings.mesh.overlap and not addresses,
         )
         settings = dataclasses.replace(settings, mesh=mesh)
-        workers = _expert_workers(settings, ports)
-        members = (_gateway(settings, ApiKeys.of(keys)), *workers)
-        return cls(settings, members, num_pairs, keys[0] if keys else None)
+        if addresses and not mesh.leader_lock:
+            stack.callback(lock_path(mesh).unlink, missing_ok=True)
+        workers = _expert_workers(settings, ports, found.slots_of_each(count))
+        members = (_gateway(settings, keys), *workers)
+        return cls(settings, members, num_pairs, keys.api[0] if keys.api else None)
 
     @property
     def gateway_info(self) -> dict[str, object]:
@@ -143,8 +144,27 @@ class LocalMesh:
         return self.members[0].info or {}
 
 
-def find_model(settings: GatewaySettings) -> tuple[GatewaySettings, ModelConfig]:
-    """The settings with the model's folder in place of its name; builds a demo model if needed.
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """A model that can be served."""
+
+    settings: GatewaySettings
+    """With the model's folder in place of its name."""
+    config: ModelConfig
+    expert_nbytes: int
+    """Bytes of one expert in memory."""
+
+    def slots_of_each(self, num_workers: int) -> int:
+        """Experts that each of some expert workers on this machine has room for, all together as
+        many as the model has at least."""
+        num_pairs = len(self.config.moe_layers) * self.config.num_experts
+        share = available_host_memory() * _EXPERT_MEMORY_SHARE / max(1, num_workers)
+        least = -(-num_pairs // max(1, num_workers))
+        return min(num_pairs, max(least, int(share / max(1, self.expert_nbytes))))
+
+
+def find_model(settings: GatewaySettings) -> FoundModel:
+    """Finds the model; builds a demo model if needed.
 
     The headers of all weights are checked here, so that a damaged model is refused before any
     process is started.
@@ -154,16 +174,22 @@ def find_model(settings: GatewaySettings) -> tuple[GatewaySettings, ModelConfig]
         SettingsError: A setting does not fit the model.
     """
     from expertmesh.checkpoint import Checkpoint
+    from expertmesh.expert_plan import plan_experts
     from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
+    from expertmesh.safetensors_file import STORAGE
 
     name = settings.model.model
     with make_progress() as progress:
         folder = resolve_model(name, data_home(), progress).absolute()
-    config = Checkpoint.open(folder).config
+    checkpoint = Checkpoint.open(folder)
+    config = checkpoint.config
     _check_length(settings.model.max_model_len, config.max_position_embeddings)
     served = settings.model.served_model_name or (name if name in DEMO_NAMES else folder.name)
     model = dataclasses.replace(settings.model, model=str(folder), served_model_name=served)
-    return dataclasses.replace(settings, model=model), config
+    dtype = config.dtype if model.dtype == "auto" else model.dtype
+    experts = plan_experts(checkpoint, model.expert_dtype, dtype)
+    nbytes = experts.expert_nbytes(config, STORAGE[dtype].itemsize)
+    return FoundModel(dataclasses.replace(settings, model=model), config, nbytes)
 
 
 def _check_length(asked: int | None, trained: int) -> None:
@@ -256,7 +282,7 @@ def _has_kernels() -> bool:
 def _num_expert_workers(settings: GatewaySettings, num_experts: int) -> int:
     if settings.mesh.experts or not num_experts:
         return 0
-    if settings.mesh.expert_workers > num_experts:
+    if settings.mesh.placement == "static" and settings.mesh.expert_workers > num_experts:
         raise SettingsError(
             f"expert_workers is {settings.mesh.expert_workers}, but the model has {num_experts}"
             " experts a layer, so that some would hold none",
@@ -265,7 +291,7 @@ def _num_expert_workers(settings: GatewaySettings, num_experts: int) -> int:
     return settings.mesh.expert_workers
 
 
-def _gateway(settings: GatewaySettings, keys: ApiKeys) -> Member:
+def _gateway(settings: GatewaySettings, keys: GivenKeys) -> Member:
     environment = child_environment(keys.to_environment())
 
     def start(on_exit: Callable[[Child], None]) -> Child:
@@ -277,19 +303,29 @@ def _gateway(settings: GatewaySettings, keys: ApiKeys) -> Member:
     return Member("gateway", start, restarts=False)
 
 
-def _expert_workers(settings: GatewaySettings, ports: Sequence[int]) -> list[Member]:
+def _expert_workers(
+    settings: GatewaySettings, ports: Sequence[int], num_slots: int
+) -> list[Member]:
     mesh = settings.mesh
     shares = share_cores(usable_cores(), len(ports), max_threads=mesh.threads, pin=mesh.pin_cores)
-    return [_expert_worker(settings, index, ports, share) for index, share in enumerate(shares)]
+    return [
+        _expert_worker(settings, index, ports, num_slots, share)
+        for index, share in enumerate(shares)
+    ]
 
 
 def _expert_worker(
-    settings: GatewaySettings, index: int, ports: Sequence[int], share: CoreShare
+    settings: GatewaySettings,
+    index: int,
+    ports: Sequence[int],
+    num_slots: int,
+    share: CoreShare,
 ) -> Member:
     options = ExpertWorkerOptions(
         host=WORKER_HOST,
         port=ports[index],
-        experts=f"{index}/{len(ports)}",
+        experts="none" if settings.mesh.placement == "auto" else f"{index}/{len(ports)}",
+        expert_slots=num_slots,
         dtype=settings.model.dtype,
         expert_dtype=settings.model.expert_dtype,
         worker_id=f"expert-worker-{index}",

@@ -119,6 +119,7 @@ def gateway(
     *flags: str,
     dtype: str = "float32",
     ready: bool = True,
+    placement: str = "static",
 ) -> Iterator[Server]:
     """`expertmesh gateway` for expert workers at these addresses.
 
@@ -128,8 +129,10 @@ def gateway(
         flags: More flags.
         dtype: Type of computation.
         ready: Wait until every expert is covered.
+        placement: auto lets it move experts.
     """
     arguments = ["gateway", str(model), "--dtype", dtype, "--experts", ",".join(experts), *flags]
+    arguments += ["--placement", placement]
     server = start_server(arguments, name="gateway")
     with _stopped_cleanly(server.process, server.ports):
         if ready:

@@ -33,7 +33,14 @@ from expertmesh.settings import (
     MeshSettings,
     ModelSettings,
 )
-from gateway.command.launcher import LocalMesh, _changed_flags, check_ports, reserve_port
+from gateway.api_keys import GivenKeys
+from gateway.command.launcher import (
+    FoundModel,
+    LocalMesh,
+    _changed_flags,
+    check_ports,
+    reserve_port,
+)
 from gateway.command.launcher_console import (
     LogProgress,
     ReadyBlock,
@@ -55,7 +62,8 @@ def _config(num_experts: int) -> ModelConfig:
 def _plan(num_experts: int, **mesh: object) -> LocalMesh:
     settings = GatewaySettings(model=ModelSettings(model="/m"), mesh=MeshSettings.from_dict(mesh))
     with contextlib.ExitStack() as stack:
-        return LocalMesh.plan(settings, _config(num_experts), stack)
+        found = FoundModel(settings, _config(num_experts), expert_nbytes=1000)
+        return LocalMesh.plan(found, stack, GivenKeys())
 
 
 def test_plan_starts_expert_workers() -> None:
@@ -89,7 +97,7 @@ def test_plan_without_expert_workers(num_experts: int, given: str, expected: str
 def test_more_expert_workers_than_experts() -> None:
     """An expert worker that would hold nothing is refused."""
     with pytest.raises(SettingsError, match="expert_workers is 9, but the model has 8 experts"):
-        _plan(8, expert_workers=9)
+        _plan(8, expert_workers=9, placement="static")
 
 
 def test_flags_for_an_expert_worker() -> None:
