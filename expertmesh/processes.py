@@ -51,7 +51,10 @@ tensors than the threshold come from the heap, which huge pages fill; other C li
 """
 
 
-_SECRETS = ("EXPERTMESH_API_KEY", "EXPERTMESH_API_KEYS", "EXPERTMESH_API_KEY_DIGESTS")
+_SECRETS = (
+    *("EXPERTMESH_API_KEY", "EXPERTMESH_API_KEYS", "EXPERTMESH_API_KEY_DIGESTS"),
+    *("EXPERTMESH_ADMIN_KEY", "EXPERTMESH_ADMIN_KEYS", "EXPERTMESH_ADMIN_KEY_DIGESTS"),
+)
 """What only the gateway is told, on purpose."""
 
 

@@ -1,4 +1,4 @@
-"""API keys: which are accepted, how they reach the gateway, and how a caller shows one.
+"""API and admin keys: which are accepted, how they reach the gateway, how a caller shows one.
 
 Only SHA-256 digests are kept. They come to a gateway in its environment, not with its settings,
 which are on a command line that every user of the machine can read; the gateway removes them from
@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from expertmesh.errors import AuthenticationError, SettingsError
@@ -20,6 +21,9 @@ KEYS_VARIABLE = "EXPERTMESH_API_KEYS"
 """Environment variable with accepted keys, separated by commas or spaces."""
 DIGESTS_VARIABLE = "EXPERTMESH_API_KEY_DIGESTS"
 """Environment variable with digests of accepted keys, hexadecimal, separated by commas."""
+ADMIN_KEYS_VARIABLE = "EXPERTMESH_ADMIN_KEYS"
+ADMIN_DIGESTS_VARIABLE = "EXPERTMESH_ADMIN_KEY_DIGESTS"
+"""The same for those that may drain expert workers and move experts."""
 
 _MIN_LEN = 8
 _MAX_KEYS = 10_000
@@ -43,21 +47,21 @@ class ApiKeys:
         return cls(hashlib.sha256(key.encode()).digest() for key in keys)
 
     @classmethod
-    def from_environment(cls) -> ApiKeys:
+    def from_environment(cls, variable: str = DIGESTS_VARIABLE) -> ApiKeys:
         """The digests of the environment, which are removed from there.
 
         Raises:
             SettingsError: Something there is not a digest.
         """
-        found = [part for part in os.environ.pop(DIGESTS_VARIABLE, "").split(",") if part]
+        found = [part for part in os.environ.pop(variable, "").split(",") if part]
         if not all(map(_DIGEST.fullmatch, found)):
-            raise SettingsError(f"{DIGESTS_VARIABLE} is not a list of SHA-256 digests")
+            raise SettingsError(f"{variable} is not a list of SHA-256 digests")
         return cls(map(bytes.fromhex, found))
 
-    def to_environment(self) -> dict[str, str]:
+    def to_environment(self, variable: str = DIGESTS_VARIABLE) -> dict[str, str]:
         """What a gateway's environment must have; empty without keys."""
         digests = ",".join(digest.hex() for digest in self._digests)
-        return {DIGESTS_VARIABLE: digests} if digests else {}
+        return {variable: digests} if digests else {}
 
     @property
     def required(self) -> bool:
@@ -85,22 +89,55 @@ class ApiKeys:
             raise AuthenticationError("the API key is not accepted")
 
 
+@dataclass(frozen=True)
+class GivenKeys:
+    """Keys as an operator gave them."""
+
+    api: tuple[str, ...] = field(default=(), repr=False)
+    """Of those who generate."""
+    admin: tuple[str, ...] = field(default=(), repr=False)
+    """Of those who drain expert workers and move experts."""
+
+    def to_environment(self) -> dict[str, str]:
+        """What a gateway's environment must have; digests only."""
+        return {
+            **ApiKeys.of(self.api).to_environment(),
+            **ApiKeys.of(self.admin).to_environment(ADMIN_DIGESTS_VARIABLE),
+        }
+
+
 def bearer_key(authorization: str | None) -> str | None:
     """The key of an Authorization header; None if it has none."""
     scheme, _, key = (authorization or "").strip().partition(" ")
     return key.strip() if scheme.lower() == "bearer" else None
 
 
-def collect_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """All keys of flags, environment and file; takes them out of the environment.
+def collect_keys(
+    given: Sequence[str] = (), file: Path | None = None, admin_file: Path | None = None
+) -> GivenKeys:
+    """All keys of flags, environment and files; takes them out of the environment.
+
+    Args:
+        given: API keys of flags.
+        file: With an API key a line.
+        admin_file: With an admin key a line.
 
     Raises:
-        SettingsError: The file cannot be read, or a key cannot be sent in a header; never shows it.
+        SettingsError: A file cannot be read, or a key cannot be sent in a header; never shows it.
     """
-    listed = re.split(r"[\s,]+", os.environ.pop(KEYS_VARIABLE, ""))
     os.environ.pop("EXPERTMESH_API_KEY", None)  # came as a flag
     named = [key.strip() for entry in given for key in entry.split(",")]
-    sources = [("--api-key", named), (KEYS_VARIABLE, listed), (str(file), _lines(file))]
+    return GivenKeys(
+        _collected([("--api-key", named)], KEYS_VARIABLE, file),
+        _collected([], ADMIN_KEYS_VARIABLE, admin_file),
+    )
+
+
+def _collected(
+    named: list[tuple[str, list[str]]], variable: str, file: Path | None
+) -> tuple[str, ...]:
+    listed = re.split(r"[\s,]+", os.environ.pop(variable, ""))
+    sources = [*named, (variable, listed), (str(file), _lines(file))]
     keys: dict[str, None] = {}
     for source, found in sources:
         for key in filter(None, found):

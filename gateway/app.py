@@ -17,6 +17,8 @@ from aiohttp import HttpVersion10, web
 from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CollectorRegistry
 
+from gateway.admin_handlers import PREFIX as ADMIN_PREFIX
+from gateway.admin_handlers import AdminAccess, AdminHandlers
 from gateway.api_keys import ApiKeys, bearer_key
 from gateway.cors import Cors
 from gateway.messages.errors import PREFIX as MESSAGES_PREFIX
@@ -26,6 +28,7 @@ from gateway.openai.body import BodyError
 from gateway.openai.errors import ApiError, api_error, no_endpoint
 from gateway.openai.handlers import REQUEST_ID, OpenAiHandlers
 from gateway.openai.tokenizer_handlers import TokenizerHandlers
+from gateway.placement.operator import Operator, StaticPlacement
 from gateway.responses.handlers import ResponseHandlers
 from gateway.service import ApiLimits, GenerationFrontend, new_id
 from gateway.status_handlers import OPEN_PATHS, StatusHandlers, load_header
@@ -42,13 +45,16 @@ class Access:
     """Who may call."""
 
     keys: ApiKeys = field(default_factory=ApiKeys)
-    """Needed everywhere but at the paths of `OPEN_PATHS`."""
+    """Needed everywhere but at the paths of `OPEN_PATHS` and those of operators."""
+    admin: AdminAccess = field(default_factory=AdminAccess)
+    """Operators."""
     origins: tuple[str, ...] = ()
     """Origins of web pages that may call from a browser; "*" allows all."""
 
 
 _ANYBODY = Access()
 _NO_SETTINGS: Mapping[str, object] = {}
+_NOTHING_PLACED = StaticPlacement()
 
 
 def build_app(
@@ -57,6 +63,7 @@ def build_app(
     *,
     access: Access = _ANYBODY,
     settings: Mapping[str, object] = _NO_SETTINGS,
+    operator: Operator = _NOTHING_PLACED,
 ) -> web.Application:
     """The application.
 
@@ -65,6 +72,7 @@ def build_app(
         registry: What /metrics shows.
         access: Who may call.
         settings: What /server_info shows.
+        operator: Does what operators ask.
     """
     door = _Door(frontend, access)
     app = web.Application(middlewares=[door.answer], client_max_size=frontend.limits.max_body_bytes)
@@ -74,6 +82,7 @@ def build_app(
     ResponseHandlers(frontend).add_routes(app.router)
     MessagesHandlers(frontend).add_routes(app.router)
     StatusHandlers(frontend, registry, settings).add_routes(app.router)
+    AdminHandlers(operator).add_routes(app.router)
     return app
 
 
@@ -107,7 +116,7 @@ class _Door:
 
     def __init__(self, frontend: GenerationFrontend, access: Access) -> None:
         self._frontend = frontend
-        self._keys = access.keys
+        self._keys, self._admin = access.keys, access.admin
         self._cors = Cors(access.origins)
 
     @web.middleware
@@ -131,6 +140,9 @@ class _Door:
 
     def _check_key(self, request: web.Request) -> None:
         if request.path in OPEN_PATHS:
+            return
+        if request.path.startswith(ADMIN_PREFIX):
+            self._admin.check(request)
             return
         key = bearer_key(request.headers.get("Authorization"))
         if key is None and request.path.startswith(MESSAGES_PREFIX):

@@ -13,6 +13,7 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from expertmesh.errors import PeerError, StartupError
 
@@ -152,6 +153,24 @@ def _events(
     raise PeerError("the server closed the connection before the answer was complete")
 
 
+def ask_json(options: ClientOptions, method: str, path: str) -> dict[str, Any]:
+    """The JSON object that a server answers.
+
+    Raises:
+        StartupError: No server answers.
+        PeerError: It refuses, or answers something else.
+    """
+    with _Connection(options) as connection:
+        body = connection.send(method, path).read()
+    try:
+        answer = json.loads(body)
+    except ValueError as error:
+        raise PeerError(f"the server answered what is no JSON: {body[:100]!r}") from error
+    if not isinstance(answer, dict):
+        raise PeerError(f"the server answered {body[:100]!r}, expected an object")
+    return answer
+
+
 def _read_line(response: http.client.HTTPResponse) -> bytes:
     try:
         return response.readline(_MAX_LINE_BYTES)
@@ -182,7 +201,7 @@ class _Connection:
         self._http.close()
 
     def send(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
-        """The response, whose status is 200."""
+        """The response, whose status is 200 or 202."""
         headers = {"Content-Type": "application/json"}
         if self._options.api_key:
             headers["Authorization"] = f"Bearer {self._options.api_key}"
@@ -194,7 +213,7 @@ class _Connection:
                 f"no server answers at {self._options.url}: {error}",
                 fix="start one with `expertmesh serve`, or name its address with --url",
             ) from error
-        if response.status != http.client.OK:
+        if response.status not in (http.client.OK, http.client.ACCEPTED):
             raise PeerError(f"the server answered {response.status}: {_error_text(response)}")
         return response
 

@@ -24,6 +24,7 @@ from expertmesh.errors import (
 )
 from gateway.generation_options import shown
 from gateway.openai.body import BodyError
+from gateway.placement.operator import PlacementRefusedError, UnknownWorkerError
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +103,10 @@ def api_error(error: BaseException, request_id: str) -> ApiError:
             return ApiError(
                 401, "authentication_error", str(error), "invalid_api_key", headers=headers
             )
+        case UnknownWorkerError():
+            return ApiError(404, "not_found_error", str(error), "worker_not_found")
+        case PlacementRefusedError():
+            return ApiError(409, "conflict_error", str(error), "placement_refused")
         case DeadlineError():
             headers = {"x-should-retry": "false"}  # the same work would take as long again
             return ApiError(504, "timeout_error", str(error), "deadline_exceeded", headers=headers)

@@ -29,6 +29,7 @@ from gateway.engine.engine_observer import EngineObserver
 from gateway.engine.output_stream import NewToken, OutputStream
 from gateway.engine.request_state import RequestState
 from gateway.mesh.mesh_status import MeshStatus
+from gateway.placement.operator import Operator, StaticPlacement
 from gateway.request_metrics import RequestMetrics
 from gateway.sequence import (
     EngineStats,
@@ -225,6 +226,7 @@ async def scripted_gateway(
     add_routes: Callable[[web.Application], None] | None = None,
     model: ServedModel | None = None,
     access: Access | None = None,
+    operator: Operator | None = None,
 ) -> AsyncIterator[Gateway]:
     """Starts the server on a free port and stops it."""
     model = model or served_model(tokenizer=tokenizer)
@@ -240,7 +242,13 @@ async def scripted_gateway(
     )
     metrics.watch(engine.stats, gateway.frontend.mesh)
     settings = {"http": {"port": 1}}
-    app = build_app(gateway.frontend, registry, access=access or Access(), settings=settings)
+    app = build_app(
+        gateway.frontend,
+        registry,
+        access=access or Access(),
+        settings=settings,
+        operator=operator or StaticPlacement(),
+    )
     if add_routes is not None:
         add_routes(app)
     runner = make_runner(app, limits, stop_s=1.0)

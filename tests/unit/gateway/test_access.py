@@ -17,7 +17,15 @@ from expertmesh.processes import child_environment
 from expertmesh.settings import HttpSettings
 from expertmesh.v1 import generation_service_pb2 as pb
 from expertmesh.v1.generation_service_pb2_grpc import GenerationServiceStub
-from gateway.api_keys import DIGESTS_VARIABLE, KEYS_VARIABLE, ApiKeys, bearer_key, collect_keys
+from gateway.api_keys import (
+    ADMIN_DIGESTS_VARIABLE,
+    ADMIN_KEYS_VARIABLE,
+    DIGESTS_VARIABLE,
+    KEYS_VARIABLE,
+    ApiKeys,
+    bearer_key,
+    collect_keys,
+)
 from gateway.app import Access
 from gateway.grpc_api import GrpcServer
 from gateway.sequence import EngineStats
@@ -246,7 +254,7 @@ def test_keys_come_from_all_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = tmp_path / "keys"
     file.write_text("# of the team\nfile-key-1\n\n  file-key-2  \n")
     monkeypatch.setenv(KEYS_VARIABLE, "env-key-01, env-key-02\nflag-key-1")
-    found = collect_keys(["flag-key-1"], file)
+    found = collect_keys(["flag-key-1"], file).api
     assert found == ("flag-key-1", "env-key-01", "env-key-02", "file-key-1", "file-key-2")
     assert KEYS_VARIABLE not in os.environ
     digests = ApiKeys.of(found).to_environment()
@@ -259,6 +267,27 @@ def test_keys_come_from_all_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for key in (None, "", "file-key-3"):
         with pytest.raises(AuthenticationError):
             keys.check(key)
+
+
+def test_admin_keys_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from sources of their own, and get to no child but the gateway, as digests."""
+    file = tmp_path / "keys"
+    file.write_text("admin-key-1\n")
+    monkeypatch.setenv(KEYS_VARIABLE, "user-key-1")
+    monkeypatch.setenv(ADMIN_KEYS_VARIABLE, "admin-key-2")
+    given = collect_keys(admin_file=file)
+    assert (given.api, given.admin) == (("user-key-1",), ("admin-key-2", "admin-key-1"))
+    assert "admin" not in repr(given)
+    environment = given.to_environment()
+    assert set(environment) == {DIGESTS_VARIABLE, ADMIN_DIGESTS_VARIABLE}
+    monkeypatch.setenv(ADMIN_DIGESTS_VARIABLE, environment[ADMIN_DIGESTS_VARIABLE])
+    monkeypatch.setenv("EXPERTMESH_ADMIN_KEY", "admin-key-1")
+    secret = {ADMIN_KEYS_VARIABLE, ADMIN_DIGESTS_VARIABLE, "EXPERTMESH_ADMIN_KEY"}
+    assert not set(child_environment()) & secret
+    keys = ApiKeys.from_environment(ADMIN_DIGESTS_VARIABLE)
+    keys.check("admin-key-2")
+    with pytest.raises(AuthenticationError):
+        keys.check("user-key-1")
 
 
 def test_wrong_keys_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

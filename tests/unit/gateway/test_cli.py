@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from expertmesh import __version__
 from expertmesh.errors import StartupError
 from expertmesh.processes import child_environment
 from expertmesh.settings import GatewaySettings
+from gateway.api_keys import GivenKeys
 from gateway.command.cli import run_command
 
 SOME_IMPORTS = "import argparse, asyncio, dataclasses, http.client, json"
@@ -29,7 +31,7 @@ class Served(list[GatewaySettings]):
     """Settings that `serve` was called with; nothing is started."""
 
     ask: str | None = None
-    keys: tuple[str, ...] = ()
+    keys = GivenKeys()
 
     @property
     def only(self) -> GatewaySettings:
@@ -43,7 +45,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Replaces what `expertmesh serve` starts by a recorder."""
     calls = Served()
 
-    def record(settings: GatewaySettings, *, ask: str | None, keys: tuple[str, ...]) -> int:
+    def record(settings: GatewaySettings, *, ask: str | None, keys: GivenKeys) -> int:
         calls.append(settings)
         calls.ask = ask
         calls.keys = keys
@@ -76,7 +78,9 @@ def test_a_gateway_alone_takes_attention_workers(monkeypatch: pytest.MonkeyPatch
     """As `serve` does; nothing is started."""
     started: list[GatewaySettings] = []
     monkeypatch.setattr(gateway.command.launcher, "check_ports", lambda http: None)
-    monkeypatch.setattr(gateway.command.launcher, "find_model", lambda found: (found, None))
+    monkeypatch.setattr(
+        gateway.command.launcher, "find_model", lambda given: SimpleNamespace(settings=given)
+    )
     monkeypatch.setattr("gateway.__main__.run", lambda found: started.append(found) or 0)
     assert run_command(["gateway", "--experts", "a:1", "--attention-workers", "3"]) == 0
     (settings,) = started
@@ -146,22 +150,22 @@ def test_binding_flags(served: Served) -> None:
 def test_api_keys(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Flags, both variables, a file and the configuration name keys; none gets into settings."""
     assert run_command(["serve"]) == 0
-    assert served.keys == ()
+    assert served.keys.api == ()
     file = tmp_path / "keys"
     file.write_text("key-of-file\n")
     line = ["serve", "--api-key", "key-of-flag-1", "--api-key", "key-of-flag-2"]
     monkeypatch.setenv("EXPERTMESH_API_KEYS", "key-of-list-1,key-of-list-2")
     assert run_command([*line, "--api-key-file", str(file)]) == 0
     flags = ("key-of-flag-1", "key-of-flag-2")
-    assert served.keys == (*flags, "key-of-list-1", "key-of-list-2", "key-of-file")
+    assert served.keys.api == (*flags, "key-of-list-1", "key-of-list-2", "key-of-file")
     assert "key-of" not in served[-1].to_json()
     monkeypatch.setenv("EXPERTMESH_API_KEY", "key-of-client")
     assert run_command(["serve"]) == 0
-    assert served.keys == ("key-of-client",)
+    assert served.keys.api == ("key-of-client",)
     config = tmp_path / "mesh.yaml"
     config.write_text("api-key: [key-of-yaml-1, key-of-yaml-2]\nrequire-model: true\n")
     assert run_command(["serve", "--config", str(config)]) == 0
-    assert served.keys == ("key-of-yaml-1", "key-of-yaml-2")
+    assert served.keys.api == ("key-of-yaml-1", "key-of-yaml-2")
     assert served[-1].http.require_model
 
 
