@@ -44,7 +44,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(settings: GatewaySettings) -> int:
-    from gateway.server import run_gateway
+    from gateway.life import run_gateway
 
     return await run_gateway(settings)
 

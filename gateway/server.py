@@ -14,10 +14,8 @@ the grace.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
-import signal
 import socket
 import time
 from pathlib import Path
@@ -33,8 +31,6 @@ from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
 from expertmesh.placement import ExpertMap
-from expertmesh.processes import announce_ready
-from expertmesh.quiet_gc import QuietGc
 from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_home
 from expertmesh.wire import incarnation
 from gateway.admin_handlers import AdminAccess
@@ -49,6 +45,7 @@ from gateway.mesh.discovery import StaticDiscovery
 from gateway.mesh.dispatch_totals import DispatchTotals
 from gateway.mesh.membership import Membership, ServedIdentity
 from gateway.mesh.mesh_status import MeshStatus
+from gateway.placement.metrics import PlacementCollector
 from gateway.placement.operator import Operator, StaticPlacement
 from gateway.placement.setup import make_placement, start_placement
 from gateway.request_metrics import RequestMetrics
@@ -67,48 +64,6 @@ _ANSWER_GRACE_S = 0.7
 _CHILD_GRACE_S = 0.4
 """For the attention worker to end by itself: it has nothing that would have to be saved."""
 _NO_EXPERT_WORKERS = "no expert workers are known: see --experts"
-
-
-async def run_gateway(settings: GatewaySettings) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code.
-
-    Raises:
-        StartupError: The gateway cannot start; says why and what to do.
-    """
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    gateway = Gateway(settings)
-    try:
-        if await start_unless(gateway, stopping):
-            announce_ready(gateway.info)
-            logger.info("%s", gateway.summary())
-            mesh = gateway.mesh()
-            if mesh.uncovered and not mesh.workers:
-                logger.warning("not ready: %s", mesh.message)
-            with QuietGc(gateway.work_done):
-                await stopping.wait()
-            logger.info("stopping")
-            await gateway.drain(settings.engine.drain_grace_s)
-    finally:
-        await gateway.stop()
-    return 0
-
-
-async def start_unless(gateway: Gateway, stopping: asyncio.Event) -> bool:
-    """Starts the gateway; False if it is told to stop meanwhile."""
-    starting = asyncio.create_task(gateway.start())
-    told = asyncio.create_task(stopping.wait())
-    await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    if starting.done():
-        starting.result()
-        return True
-    await gateway.interrupt()
-    with contextlib.suppress(StartupError):  # it was interrupted by us
-        await starting
-    return False
 
 
 class Gateway:
@@ -312,6 +267,7 @@ class Gateway:
         self._engine = engine = EnginePool(engines, self._dispatch.snapshot)
         engine.start()
         metrics.watch(engine.stats, self.mesh)
+        registry.register(PlacementCollector(self._placement.report))
         model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
         self.frontend = GenerationFrontend(engine, model, self.mesh, self._api_limits())
         await self._open_apis(self.frontend, registry)

@@ -24,7 +24,7 @@ from gateway.placement.leader import Leader
 from gateway.placement.operator import PlacementRefusedError, UnknownWorkerError
 from gateway.placement.order_calls import OnEnd, OrderEnd, Orders
 from gateway.placement.plan import plan
-from gateway.placement.report import PlacementReport
+from gateway.placement.report import MoveCounts, PlacementReport
 from gateway.placement.state import Experts, PlacementPolicy, Plan, WorkerView
 
 logger = logging.getLogger("gateway.placement")
@@ -81,6 +81,7 @@ class PlacementController:
         self._token: int | None = None
         self._term: _Term | None = None
         self._ends: queue.SimpleQueue[OrderEnd] = queue.SimpleQueue()  # one for each open order
+        self._moved = MoveCounts()
         self._first_known_s: float | None = None
         self._said = ""
         self._wake = threading.Event()
@@ -169,6 +170,7 @@ class PlacementController:
             None if term is None else term.leader.plan,
             () if term is None else tuple(term.leader.pending),
             self._load.load_LE(),
+            self._moved,
         )
 
     def _present_term(self) -> _Term | None:
@@ -185,6 +187,7 @@ class PlacementController:
             except queue.Empty:
                 return
             _tell_end(end)
+            self._moved = self._moved.with_end(end)
             if term is None or end.order not in term.leader.pending:
                 continue  # of an earlier term
             if end.is_lost:

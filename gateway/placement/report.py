@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.placement.arrays import holds_of
 from gateway.placement.balance import imbalance, slowest_L
+from gateway.placement.order_calls import OrderEnd
 from gateway.placement.state import (
     ExpertKey,
     ExpertLoad,
@@ -23,6 +24,24 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class MoveCounts:
+    """What became of orders since the gateway started: experts of each."""
+
+    loaded: int = 0
+    unloaded: int = 0
+    failed: int = 0
+
+    def with_end(self, end: OrderEnd) -> MoveCounts:
+        """These and an order that has ended; what was lost is not counted."""
+        if end.is_lost:
+            return self
+        done, failed = len(end.order.experts) - len(end.failed), self.failed + len(end.failed)
+        if end.order.kind == "load":
+            return replace(self, loaded=self.loaded + done, failed=failed)
+        return replace(self, unloaded=self.unloaded + done, failed=failed)
+
+
+@dataclass(frozen=True)
 class PlacementReport:
     """The placement at one moment."""
 
@@ -34,11 +53,18 @@ class PlacementReport:
     plan: Plan | None = None
     pending: tuple[Order, ...] = ()
     load: ExpertLoad | None = field(default=None, repr=False)
+    moved: MoveCounts = MoveCounts()
 
     def num_copies(self) -> Counter[ExpertKey]:
         """Usable copies of each expert that has any."""
         there = (view for view in self.workers if not view.absent)
         return Counter(key for view in there for key in view.resident)
+
+    def fewest_copies(self) -> int:
+        """Usable copies of the expert that has least."""
+        copies = self.num_copies()
+        is_whole = len(copies) == self.experts.num_pairs
+        return min(copies.values(), default=0) if is_whole else 0
 
     def moves(self) -> tuple[tuple[str, ExpertKey, str], ...]:
         """What the plan adds and takes away: `load` or `unload`, expert, worker."""
@@ -67,15 +93,14 @@ class PlacementReport:
     def to_json(self) -> Json:
         """For the admin API."""
         copies = self.num_copies()
-        num_pairs = self.experts.num_pairs
         return {
             "leader": self.token is not None,
             "token": self.token,
             "min_copies": self.policy.min_copies,
-            "num_experts": num_pairs,
+            "num_experts": self.experts.num_pairs,
             "num_covered": len(copies),
             "num_copies": sum(copies.values()),
-            "fewest_copies": min(copies.values(), default=0) if len(copies) == num_pairs else 0,
+            "fewest_copies": self.fewest_copies(),
             "imbalance": self.imbalance(),
             "workers": [self._worker(view) for view in self.workers],
             "orders": [_order(order) for order in self.pending],

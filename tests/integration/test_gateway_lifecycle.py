@@ -22,7 +22,7 @@ from expertmesh.settings import (
     MeshSettings,
     ModelSettings,
 )
-from gateway import server
+from gateway import life, server
 from gateway.attention.client import AttentionClient
 from gateway.sequence import RequestOutput, SamplingParams
 from gateway.service import GenerationFrontend
@@ -152,7 +152,7 @@ async def test_a_gateway_can_be_stopped_while_it_starts(models: Models) -> None:
     """A stop during the start of the attention worker ends the child and the start."""
     gateway = server.Gateway(settings(models.tiny(MIXTRAL)))
     stopping = asyncio.Event()
-    starting = asyncio.create_task(server.start_unless(gateway, stopping))
+    starting = asyncio.create_task(life.start_unless(gateway, stopping))
     await until(lambda: gateway.attention is not None and bool(gateway.attention.pids))
     started_s = time.monotonic()
     stopping.set()
