@@ -19,12 +19,20 @@ class Call:
     rows: WorkerRows
     """The part of the batch that it carries."""
     limit_s: float
-    """When it counts as failed, on the monotonic clock."""
+    """When it is late, on the monotonic clock."""
     outcomes: Outcomes
     """Of the dispatch that it belongs to."""
     sent_s: float = 0.0
+    size_class: int = 0
+    """Of `call_times`; 0 for a call that could go nowhere else."""
+    instead_of: Call | None = None
+    """The late or failed call, part of whose rows it carries again."""
+    is_overdue: bool = False
+    """It was late before, when no more calls could be hedged."""
     abandoned: bool = False
     """Nobody waits for the reply any more."""
+    is_probe: bool = False
+    """Nobody ever did: it is there to hear of an expert worker."""
 
     @property
     def num_rows(self) -> int:

@@ -12,7 +12,7 @@ size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attention_worker.call_times import CallTimes
 from attention_worker.calls import Unfinished
 from attention_worker.direct_connection import DirectConnection
 from attention_worker.expert_routes import LayerTable
@@ -33,6 +34,7 @@ from expertmesh.wire_encode import CallId
 from expertmesh_kernels.cpu import exchange_words as words
 from expertmesh_kernels.cpu.exchange_receive import receive
 from expertmesh_kernels.cpu.exchange_send import send
+from expertmesh_kernels.cpu.exchange_words import Route
 from expertmesh_kernels.decoder_layers import ExchangeWords, LayerRoutes
 from expertmesh_kernels.dispatch import EXPONENTS, Bits, Bools, WorkerRows, empty_bits
 from expertmesh_kernels.host import LIKE, TORCH_DTYPES, as_input
@@ -77,7 +79,7 @@ class Partners(Protocol):
 
     @property
     def tables(self) -> Mapping[int, LayerTable]:
-        """By layer; none for a layer whose rows cannot go as usual."""
+        """By layer."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +176,20 @@ class Exchange:
         hidden_size: H.
         dtype: Of rows and outputs, here and on the wire.
         model_fingerprint: What expert workers must serve.
+        times: Of calls; more are added.
         take_over: Goes on with what is not ordinary.
     """
 
     def __init__(
-        self, hidden_size: int, dtype: DtypeName, model_fingerprint: int, take_over: TakeOver
+        self,
+        hidden_size: int,
+        dtype: DtypeName,
+        model_fingerprint: int,
+        times: CallTimes,
+        take_over: TakeOver,
     ) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
-        self._take_over = take_over
+        self._take_over, self._times = take_over, times
         self._like = LIKE[TORCH_DTYPES[dtype]]
         self._row_bytes = hidden_size * self._like.itemsize
         self._state = np.zeros(words.NUM_STATE_WORDS, np.int64)
@@ -190,9 +198,10 @@ class Exchange:
         self._state[words.STATE_EXPONENT] = EXPONENTS[dtype]
         self._state[words.STATE_DTYPE] = WIRE_CODES[dtype]
         self._state[words.STATE_FINGERPRINT] = words.signed64(model_fingerprint)
+        self._state[words.STATE_TIMES] = times.address
         self._partners: Partners | None = None
         self._streams: Sequence[Partner] = ()
-        self._tables: Mapping[int, LayerTable] = {}
+        self._tables: Mapping[int, Route] = {}
         self._routes: dict[tuple[int, int], LayerRoutes] = {}
         self._connections: list[DirectConnection | None] = []  # compiled code uses them
         self._links_W = np.zeros(0, np.int64)
@@ -207,7 +216,7 @@ class Exchange:
         Raises:
             RuntimeError: Its answer was not taken, so none would be.
         """
-        other = Exchange(self._hidden_size, self._dtype, 0, _refuse)
+        other = Exchange(self._hidden_size, self._dtype, 0, CallTimes(), _refuse)
         hidden_TH = torch.zeros(1, self._hidden_size, dtype=TORCH_DTYPES[self._dtype])
         routing = Routing.of(np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32), 1)
         with loopback() as stream:
@@ -230,9 +239,11 @@ class Exchange:
         self._state[words.STATE_EPOCH] = words.signed64(step_id.epoch)
         self._state[words.STATE_STEP] = words.signed64(step_id.step)
         if partners is self._partners:
+            self._open_links()
             return
         self._partners, self._streams = partners, partners.streams
-        self._tables = partners.tables if self._streams else {}
+        tables = partners.tables if self._streams else {}
+        self._tables = {layer: (*table,) for layer, table in tables.items()}
         self._routes = {}
         self._connections = [None] * len(self._streams)
         self._links_W = np.array([stream.link.address for stream in self._streams], np.int64)
@@ -273,14 +284,15 @@ class Exchange:
         """
         if self._open is not None or not self._has_room((len(hidden_TH), top_k), hidden_TH):
             return None
+        self._open_links()
         return ExchangeWords(self._state, self._links_W, self._calls_WC)
 
-    def routes(self, first: int, count: int, num_experts: int) -> LayerRoutes:
-        """Where rows of successive layers go. Keeps those of the same partners."""
+    def routes(self, first: int, count: int) -> LayerRoutes | None:
+        """Where rows of successive layers go, kept for the same partners; None without any."""
         key = first, count
-        if key not in self._routes:
-            self._routes[key] = _stacked(self._tables, range(first, first + count), num_experts)
-        return self._routes[key]
+        if key not in self._routes and self._streams:
+            self._routes[key] = _stacked([self._tables[first + at] for at in range(count)])
+        return self._routes.get(key)
 
     def sent_elsewhere(self, dispatch: Dispatch) -> Exchanged:
         """A dispatch that compiled code for several layers has sent and could not receive."""
@@ -311,9 +323,13 @@ class Exchange:
         sent.taken_over = self._take_over(sent.dispatch, progress)
 
     def _open_links(self) -> bool:
-        """True if every expert worker can be used by compiled code from now on."""
-        self._connections = [stream.open_exchange() for stream in self._streams]
-        return None not in self._connections
+        """Lets compiled code use all expert workers that can be; true if there are more now."""
+        is_more = False
+        for index, stream in enumerate(self._streams):
+            if self._connections[index] is None or not stream.link.is_open:
+                self._connections[index] = stream.open_exchange()
+                is_more = is_more or self._connections[index] is not None
+        return is_more
 
     def _has_room(self, shape: tuple[int, ...], hidden_TH: Tensor) -> bool:
         """True if there is memory for a dispatch of [T, K] pairs of such rows, or is now."""
@@ -354,7 +370,8 @@ class Exchange:
             assert direct is not None, "the call went over it"
             left = Unfinished(direct, workspace.unsent(call), call[words.CALL_ERROR])
             sent_s, limit_s = (call[at] / 1e9 for at in (words.CALL_SENT_NS, words.CALL_LIMIT_NS))
-            sent.append(SentRows(workspace.rows_of(worker, call), sent_s, limit_s, left))
+            rows, size_class = workspace.rows_of(worker, call), call[words.CALL_SIZE]
+            sent.append(SentRows(rows, sent_s, limit_s, size_class, left))
         num_slots = routing.topk_ids_TK.size
         return Progress(
             workspace.outputs_SH[:num_slots], workspace.broken_T[:num_rows], busy_us / 1e6, sent
@@ -365,15 +382,9 @@ def _refuse(dispatch: Dispatch, progress: Progress) -> RemoteCall:
     raise RuntimeError("a message to an expert worker in this process was not answered in time")
 
 
-def _stacked(
-    tables: Mapping[int, LayerTable], layers: Iterable[int], num_experts: int
-) -> LayerRoutes:
-    """The tables of successive layers; those without one are not as usual."""
-    width = max((table.worker_of_expert_E.size for table in tables.values()), default=num_experts)
-    nowhere = LayerTable(np.zeros(width, np.int32), np.zeros(width, np.bool_))
-    found = [tables.get(layer, nowhere) for layer in layers]
+def _stacked(routes: Sequence[Route]) -> LayerRoutes:
+    """The routes of successive layers."""
+    is_fixed_L, worker_of_expert_LE, copies_LER, penalty_LW = zip(*routes, strict=True)
     return LayerRoutes(
-        np.array([table is not nowhere for table in found]),
-        np.stack([table.worker_of_expert_E for table in found]),
-        np.stack([table.has_copies_E for table in found]),
+        np.array(is_fixed_L), np.stack(worker_of_expert_LE), np.stack(copies_LER), penalty_LW[0]
     )

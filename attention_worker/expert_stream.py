@@ -7,6 +7,8 @@ tables. `close` ends both threads. Between `open_exchange` and the next call tha
 the model thread may use the direct connection in compiled code, without the lock.
 
     opening -> up -> down (all calls failed at once) -> up ...       usable unless down or refused
+
+Whether it is better to ask others, where there are any, is a matter of `trust`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf.message import DecodeError
 
+from attention_worker.call_times import CallTimes
 from attention_worker.calls import Call, Outcome, Unfinished
 from attention_worker.direct_connection import DirectConnection, open_direct
 from attention_worker.link import Link
+from attention_worker.observed import Observed
+from attention_worker.trust import Trust
 from expertmesh.grpc_options import channel_options
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
@@ -49,12 +54,13 @@ class ExpertStream:
     Args:
         worker: Address, incarnation and credits, from the expert map.
         max_message_bytes: Largest message in either direction.
+        times: Of calls; more are added.
     """
 
-    def __init__(self, worker: ExpertWorkerEntry, max_message_bytes: int) -> None:
+    def __init__(self, worker: ExpertWorkerEntry, max_message_bytes: int, times: CallTimes) -> None:
         self.worker = worker
-        self.suspect = False
-        """A call timed out, and nothing came since: better ask another copy."""
+        self._times = times
+        self._trust = Trust()
         self.num_late_replies = 0
         """Replies that came too late or twice, and were dropped."""
         self._max_message_bytes = max_message_bytes
@@ -75,7 +81,8 @@ class ExpertStream:
         self._cut_reason = ""
         self._retired = False
         self._closed = threading.Event()
-        self._seen = self._nothing_seen()
+        self.observed = Observed(worker, self.link)
+        """What is reported of it."""
         name = f"expert-stream-{worker.worker_id}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -86,6 +93,19 @@ class ExpertStream:
     def usable(self) -> bool:
         """True if a call may succeed."""
         return not (self._down or self._refusing() or self._closed.is_set())
+
+    def is_suspect(self, now_s: float) -> bool:
+        """True if others are to be asked, where there are any."""
+        return self._trust.is_suspect(now_s)
+
+    def wants_probe(self, now_s: float) -> bool:
+        """True once each time that it should get a probe, since it has long been silent."""
+        with self._lock:
+            if not self.usable or not self._trust.wants_probe(now_s):
+                return False
+            if self._trust.num_probes == 1:
+                self.observed.count_ejection()
+            return True
 
     def describe(self) -> str:
         """The expert worker, and what is wrong with it if something is."""
@@ -113,7 +133,8 @@ class ExpertStream:
         with self._lock:
             self.link.close()
             direct = self._direct
-            is_free = not (self._waiting or self.suspect) and self.usable
+            is_free = not self._waiting and self.usable
+            is_free = is_free and not self._trust.is_suspect(time.monotonic())
             if direct is None or direct.has_unsent or not is_free or self._is_awaited:
                 return None
             self.link.open(direct)
@@ -123,30 +144,32 @@ class ExpertStream:
         """Takes over a call that was sent by compiled code; `on_ready` then looks for its reply."""
         with self._lock:
             self.link.close()
-            is_lost = left.direct is not self._last_direct
-            reason = self._last_failure
-            if not is_lost:
-                self._pending[call.call_id] = call
-                self.link.rows_in_flight += call.num_rows
-                if self._direct is not None and left.unsent:
-                    self._direct.send_later(left.unsent)
-                if left.error:
-                    self._cut(str(OSError(left.error, os.strerror(left.error))))
-        if is_lost:
-            call.outcomes.put(Outcome(call, None, reason))
+            if left.direct is not self._last_direct:
+                call.outcomes.put(Outcome(call, None, self._last_failure))
+                return
+            self._pending[call.call_id] = call
+            self.link.rows_in_flight += call.num_rows
+            if self._direct is not None and left.unsent:
+                self._direct.send_later(left.unsent)
+            if left.error:
+                self._lose(str(OSError(left.error, os.strerror(left.error))))
 
-    def abandon(self, call: Call) -> None:
-        """Nobody waits for this call any more: a late reply only gives back its credits.
+    def be_late(self, call: Call) -> None:
+        """This call is late, and others are asked instead; whose reply comes first is taken.
 
         A call that never got credits shows that replies are lost: the stream starts over with all
         of them.
         """
         with self._lock:
             self.link.close()
-            call.abandoned = True
-            self.suspect = True
-            if self._waiting.pop(call, None) is not None:
-                self._cut("replies are lost")
+            self._trust.be_late(time.monotonic())
+            if call in self._waiting:
+                self._lose("replies are lost")
+
+    def abandon(self, call: Call) -> None:
+        """Nobody waits for this call any more: a late reply only gives back its credits."""
+        call.abandoned = True
+        self.be_late(call)
 
     def forget(self, call: Call) -> None:
         """As `abandon`, for reasons that say nothing of the expert worker."""
@@ -170,7 +193,7 @@ class ExpertStream:
                 messages = self._direct.receive()
                 self._direct.flush()
             except OSError as error:
-                self._cut(str(error))
+                self._lose(str(error))
         for message in messages:
             self._take_bytes(message)
 
@@ -180,19 +203,12 @@ class ExpertStream:
         self._refused = reason
         self._refused_until_s = time.monotonic() + REFUSED_S
 
-    def count_answer(self, call: Call, response: pb.ForwardResponse, num_bytes: int) -> None:
-        """Counts a call whose outputs, of so many bytes, were good."""
+    def be_wrong(self, reason: str) -> None:
+        """A reply was wrong: after some it is ejected for a while."""
         with self._lock:
-            self._seen.calls += 1
-            self._seen.rows_back += len(call.rows.expert_ids_N)
-            self._seen.bytes_back += num_bytes
-            self._seen.compute_us += response.compute_us
-
-    def count_fault(self, reason: str) -> None:
-        """Counts a call that failed in whatever way."""
-        with self._lock:
-            self._seen.faults += 1
-            self._seen.last_fault = reason
+            if self._trust.be_wrong(time.monotonic(), self.observed.num_answers):
+                self.observed.count_ejection()
+                logger.warning("%s: ejected for a while: %s", self.describe(), reason)
 
     def _refusing(self) -> bool:
         if self._refused and time.monotonic() >= self._refused_until_s:
@@ -203,10 +219,10 @@ class ExpertStream:
 
     def observe(self) -> attention_pb.ExpertObservation | None:
         """What was seen since the last time; None without news."""
-        with self._lock:
-            seen, self._seen = self._seen, self._nothing_seen()
-            self.link.report(seen)
-        return seen if seen != self._nothing_seen() else None
+        seen = self.observed.take()
+        if seen is None or not seen.calls:
+            self.link.forgive()
+        return seen
 
     def retire(self) -> None:
         """The expert map does not name it any more: it is not opened again after its end."""
@@ -226,11 +242,6 @@ class ExpertStream:
         self._thread.join(timeout_s)
 
     # --- sending; the lock is held ---
-
-    def _nothing_seen(self) -> attention_pb.ExpertObservation:
-        return attention_pb.ExpertObservation(
-            worker_id=self.worker.worker_id, incarnation=self.worker.incarnation
-        )
 
     @property
     def _is_awaited(self) -> bool:
@@ -258,8 +269,7 @@ class ExpertStream:
             self._pending[call.call_id] = call
             self.link.rows_in_flight = rows_in_flight + call.num_rows
             call.sent_s = time.monotonic()
-            self._seen.rows_out += call.num_rows
-            self._seen.bytes_out += frame.num_payload_bytes
+            self.observed.count_sent(call.num_rows, frame.num_payload_bytes)
             self._send(frame)
 
     def _send(self, frame: RequestFrame) -> None:
@@ -269,14 +279,30 @@ class ExpertStream:
         try:
             self._direct.send(frame)
         except OSError as error:
-            self._cut(str(error))
+            self._lose(str(error))
 
-    def _cut(self, reason: str) -> None:
-        """Ends the stream, so that its thread fails all calls and opens it again."""
-        self._close_direct()
+    def _lose(self, reason: str) -> None:
+        """Ends the stream, which its thread opens again."""
+        self._be_down(reason)
         if self._stream is not None:
             self._cut_reason = self._cut_reason or reason
             self._stream.cancel()
+
+    def _be_down(self, reason: str) -> None:
+        """From the end of a stream to its next beginning; fails what is on its way."""
+        if not self._down and not self._closed.is_set() and not self._retired:
+            logger.warning("%s: %s", self.describe(), reason)
+        self._down = self._last_failure = reason
+        self._close_direct()
+        self._last_direct = None
+        failed = [*self._pending.values(), *self._waiting]
+        self._pending.clear()
+        self._waiting.clear()
+        self.link.rows_in_flight = 0
+        self.link.credits = self._first_credits
+        for call in failed:
+            if not call.abandoned:
+                call.outcomes.put(Outcome(call, None, reason))
 
     def _close_direct(self) -> None:
         self.link.close()
@@ -336,51 +362,46 @@ class ExpertStream:
         if self._down:
             logger.info("expert worker %s: stream is up again", self.worker.worker_id)
         self._down = ""
-        self.suspect = False
+        self._trust.be_heard()
 
     def _take_bytes(self, message: bytes) -> None:
         try:
             response = pb.ForwardResponse.FromString(message)
         except DecodeError as error:
             with self._lock:
-                self._cut(f"{len(message)} bytes are not a reply: {error}")
+                self._lose(f"{len(message)} bytes are not a reply: {error}")
         else:
             self._take(response)
 
     def _take(self, response: pb.ForwardResponse) -> None:
         received_s = time.monotonic()
         with self._lock:
-            self.suspect = False
+            self._trust.be_heard()
             call = self._pending.pop(CallId.of(response.id), None)
-            if call is None or call.abandoned:
+            if call is None or (call.abandoned and not call.is_probe):
                 self.num_late_replies += 1
+                self.observed.count_late_reply()
             if call is not None:
                 self.link.rows_in_flight -= call.num_rows
-                self._seen.round_trip_us += int((received_s - call.sent_s) * 1e6)
+                self._see(call, received_s - call.sent_s)
+                self.link.queue_us = response.queue_us
             self.link.credits = response.row_credits or self.link.credits
             self._send_waiting()
         if call is not None and not call.abandoned:
             call.outcomes.put(Outcome(call, response))
 
+    def _see(self, call: Call, took_s: float) -> None:
+        self.observed.count_round_trip(took_s)
+        if call.size_class:
+            self.link.slowness = self._times.see(call.size_class, self.link.slowness, took_s)
+
     def _fail_all(self, outbox: Outbox, reason: str) -> None:
         """Fails what is on its way, and makes an empty outbox for the next stream."""
         outbox.put(None)  # ends gRPC's sender
         with self._lock:
-            if not self._down and not self._closed.is_set() and not self._retired:
-                logger.warning("%s: %s", self.describe(), reason)
-            self._down = self._last_failure = reason
             self._outbox = queue.SimpleQueue()
-            self._close_direct()
-            self._last_direct = None
-            failed = [*self._pending.values(), *self._waiting]
-            self._pending.clear()
-            self._waiting.clear()
-            self.link.rows_in_flight = 0
-            self.link.credits = self._first_credits
+            self._be_down(reason)
             self._cut_reason = ""
-        for call in failed:
-            if not call.abandoned:
-                call.outcomes.put(Outcome(call, None, reason))
 
 
 def _message_of(frame: RequestFrame) -> bytes:

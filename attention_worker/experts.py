@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from attention_worker.exchange import Dispatch, Exchange, NoExchange
-from attention_worker.expert_routes import Routes
+from attention_worker.expert_routes import Routes, warm_up_choice
 from attention_worker.expert_stream import DEFAULT_ROW_CREDITS, ExpertStream
-from attention_worker.outcomes import Waiting
-from attention_worker.remote_call import Batch, Progress, RemoteCall
+from attention_worker.probes import Prober
+from attention_worker.remote_call import Batch, Common, Progress, RemoteCall
 from expert_worker.store import ExpertStore
 from expertmesh.model_config import Activation, DtypeName, ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
@@ -154,28 +154,31 @@ class RemoteExperts:
         self._wire_dtype: WireDtype = wire_dtype or dtype
         self._own_id = incarnation()  # stands in for the gateway's until a map names that
         self._lock = threading.Lock()
-        self._waiting = Waiting()
+        self._common = Common()
         self._routes = Routes(ExpertMap.empty(config))
         self._pinned = self._routes
         self._retired: list[ExpertStream] = []
         self._closed = False
         self._exchange: Exchange | NoExchange = NoExchange()
         if torch.device(device).type == "cpu" and self._wire_dtype == dtype:
-            self._exchange = Exchange(config.hidden_size, dtype, self._fingerprint, self._take_over)
+            self._exchange = Exchange(
+                config.hidden_size, dtype, self._fingerprint, self._common.times, self._take_over
+            )
+        self._prober = Prober(config.hidden_size, self._wire_dtype, self._fingerprint)
         self._step_id = CallId(self._own_id, epoch=0, step=0, layer=0, micro_batch=0)
         self._num_dispatched: dict[int, int] = {}  # micro-batches of the step, by layer
-        self._unfinished: set[RemoteCall] = set()
 
     def warm_up(self) -> None:
         """Compiles what dispatches need beside the kernels of `warm_up.py`."""
         self._exchange.warm_up()
+        warm_up_choice(self._config)
 
     # --- the forward pass ---
 
     def begin_step(self, step: int) -> None:
         """Pins the current expert map; see ExpertClient."""
         self._exchange.hand_over()
-        for call in list(self._unfinished):  # of a step that failed
+        for call in list(self._common.unfinished):  # of a step that failed
             call.drop()
         self._num_dispatched.clear()
         with self._lock:
@@ -185,6 +188,7 @@ class RemoteExperts:
         self._step_id = self._step_id._replace(
             gateway=routes.gateway or self._own_id, epoch=routes.expert_map.epoch, step=step
         )
+        self._prober.look(self._step_id, routes)
         self._exchange.begin_step(self._step_id, routes)
 
     def dispatch(
@@ -199,7 +203,7 @@ class RemoteExperts:
         micro_batch = self._num_dispatched.get(layer, 0)
         self._num_dispatched[layer] = micro_batch + 1
         dispatch = Dispatch(layer, micro_batch, h_TH, routing, num_generated_rows, deadline_s)
-        if self._unfinished:  # it may send and receive again, and nothing may get in between
+        if self._common.unfinished:  # it may send and receive again, and nothing may get in between
             self._exchange.hand_over()
         elif (sent := self._exchange.send(dispatch)) is not None:
             return sent
@@ -229,7 +233,7 @@ class RemoteExperts:
             model_fingerprint=self._fingerprint,
             deadline_s=min(dispatch.deadline_s, time.monotonic() + _LONGEST_CALL_S),
         )
-        return RemoteCall(batch, self._pinned, self._waiting, self._unfinished)
+        return RemoteCall(batch, self._pinned, self._common)
 
     # --- other threads ---
 
@@ -240,6 +244,7 @@ class RemoteExperts:
             expert_map: Takes effect with the next step.
             gateway: Incarnation of the gateway whose map it is.
         """
+        expert_map.prepare()
         with self._lock:
             if self._closed:
                 return
@@ -279,7 +284,8 @@ class RemoteExperts:
 
     def _open(self, worker: ExpertWorkerEntry) -> ExpertStream:
         credits = worker.row_credits or DEFAULT_ROW_CREDITS
-        return ExpertStream(worker, max_message_bytes(self._config, self._dtype, credits))
+        num_bytes = max_message_bytes(self._config, self._dtype, credits)
+        return ExpertStream(worker, num_bytes, self._common.times)
 
     def _close_unpinned(self) -> None:
         """Closes retired streams that the running step cannot use. The lock is held."""

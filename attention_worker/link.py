@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from attention_worker.call_times import TYPICAL
 from attention_worker.direct_connection import DirectConnection
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh_kernels.cpu import exchange_words as words
@@ -23,6 +24,7 @@ _COUNTERS = (
     "round_trip_us",
 )
 """Fields of an observation, in the order of the counters."""
+_FORGIVEN_PART = 8
 
 
 class Link:
@@ -36,6 +38,7 @@ class Link:
     def __init__(self, incarnation: int, credits: int) -> None:
         self._words = np.zeros(words.NUM_LINK_WORDS, np.int64)
         self._words[words.LINK_INCARNATION] = words.signed64(incarnation)
+        self._words[words.LINK_SLOWNESS] = TYPICAL
         self._reported = self._counters()
         self.credits = credits
 
@@ -62,6 +65,34 @@ class Link:
     def rows_in_flight(self, num_rows: int) -> None:
         self._words[words.LINK_IN_FLIGHT] = num_rows
 
+    @property
+    def slowness(self) -> int:
+        """How slow the expert worker is; see `expertmesh_kernels.cpu.call_times`."""
+        return int(self._words[words.LINK_SLOWNESS])
+
+    @slowness.setter
+    def slowness(self, slowness: int) -> None:
+        self._words[words.LINK_SLOWNESS] = slowness
+
+    @property
+    def queue_us(self) -> int:
+        """How long its latest call waited there."""
+        return int(self._words[words.LINK_QUEUE_US])
+
+    @queue_us.setter
+    def queue_us(self, queue_us: int) -> None:
+        self._words[words.LINK_QUEUE_US] = queue_us
+
+    @property
+    def num_answers(self) -> int:
+        """Calls that compiled code has seen answered."""
+        return int(self._words[words.LINK_CALLS])
+
+    @property
+    def is_open(self) -> bool:
+        """True if compiled code may send calls."""
+        return bool(self._words[words.LINK_READY])
+
     def open(self, direct: DirectConnection) -> None:
         """From now on compiled code may send calls over this connection."""
         self._words[words.LINK_FD] = direct.descriptor
@@ -78,6 +109,10 @@ class Link:
         news, self._reported = counters - self._reported, counters
         for field, value in zip(_COUNTERS, news.tolist(), strict=True):
             setattr(seen, field, getattr(seen, field) + value)
+
+    def forgive(self) -> None:
+        """Who was slow, and is not asked for that, is asked again in time."""
+        self.slowness -= max(0, self.slowness - TYPICAL) // _FORGIVEN_PART
 
     def _counters(self) -> npt.NDArray[np.int64]:
         first = words.FIRST_COUNTER

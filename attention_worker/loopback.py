@@ -69,8 +69,9 @@ class LoopbackRoutes:
 
     def __init__(self, stream: Loopback, num_experts: int) -> None:
         self.streams: Sequence[Loopback] = (stream,)
-        nobody_else_E: npt.NDArray[np.bool_] = np.zeros(num_experts, np.bool_)
-        table = LayerTable(np.zeros(num_experts, np.int32), nobody_else_E)
+        worker_of_expert_E: npt.NDArray[np.int32] = np.zeros(num_experts, np.int32)
+        copies_ER = worker_of_expert_E.reshape(num_experts, 1)
+        table = LayerTable(True, worker_of_expert_E, copies_ER, np.ones(1, np.int64))
         self.tables: Mapping[int, LayerTable] = {0: table}
 
 

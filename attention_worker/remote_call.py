@@ -1,5 +1,9 @@
 """One dispatch to expert workers, from the plan to the combined rows.
 
+A call that fails is *retried*: other copies of its experts are asked. One that is late is *hedged*:
+they are asked too, and whose reply comes first is taken. Either way it has *parts* then, calls that
+carry its rows again, and its rows are there when its own reply is or those of all parts are.
+
 Owner: the model thread. It alone writes the output buffer, so that a reply that comes after a
 retry cannot touch it.
 """
@@ -7,19 +11,19 @@ retry cannot touch it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from attention_worker.call_times import CallTimes, HedgeBudget, size_class
 from attention_worker.calls import Call, Outcome, Unfinished
-from attention_worker.expert_routes import Routes
+from attention_worker.expert_routes import Assignment, Routes
 from attention_worker.outcomes import Outcomes, Waiting
 from attention_worker.row_writer import row_writer
-from expertmesh.errors import ExpertUnavailableError, WireError
+from expertmesh.errors import WireError
 from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import WireDtype
@@ -38,6 +42,15 @@ from expertmesh_kernels.dispatch import (
 )
 from expertmesh_kernels.router import Routing
 
+_LATE = "no answer in time"
+# Answers that are about the call or the moment, and say nothing against who gives them.
+_HONEST_CODES = frozenset(
+    {
+        pb.ForwardError.CODE_EXPERT_NOT_RESIDENT,
+        pb.ForwardError.CODE_RESOURCE_EXHAUSTED,
+        pb.ForwardError.CODE_DEADLINE_EXCEEDED,
+    }
+)
 # Answers after which this life of the expert worker is not asked again for a while.
 _FINAL_CODES = frozenset(
     {
@@ -73,7 +86,8 @@ class SentRows:
     rows: WorkerRows
     sent_s: float
     limit_s: float
-    """When it counts as failed; both on the monotonic clock."""
+    """When it is late; both on the monotonic clock."""
+    size_class: int
     left: Unfinished
 
 
@@ -89,26 +103,36 @@ class Progress:
     sent: Sequence[SentRows]
 
 
+@dataclass(frozen=True)
+class Common:
+    """What all dispatches of a client share."""
+
+    times: CallTimes = field(default_factory=CallTimes)
+    budget: HedgeBudget = field(default_factory=HedgeBudget)
+    waiting: Waiting = field(default_factory=Waiting)
+    """Where the model thread waits."""
+    unfinished: set[RemoteCall] = field(default_factory=set)
+    """Dispatches that have no result yet, and have not failed."""
+
+
 class RemoteCall:
     """A dispatch on its way. `start` or `resume` once, then `result` once.
 
     Args:
         batch: What is sent.
         routes: The expert map of the step.
-        waiting: Where the model thread waits.
-        unfinished: Has this call in it until it has a result or has failed.
+        common: Of the client.
     """
 
-    def __init__(
-        self, batch: Batch, routes: Routes, waiting: Waiting, unfinished: set[RemoteCall]
-    ) -> None:
-        self._unfinished = unfinished
-        unfinished.add(self)
+    def __init__(self, batch: Batch, routes: Routes, common: Common) -> None:
+        self._common = common
+        common.unfinished.add(self)
         self._batch = batch
         self._routes = routes
         self._layer = batch.call_id.layer
-        self._outcomes = Outcomes(waiting)
+        self._outcomes = Outcomes(common.waiting)
         self._open: set[Call] = set()
+        self._parts: dict[Call, set[Call]] = {}  # what is missing of calls that others carry again
         self._num_attempts = 0
         self.busy_s = 0.0
         """Time that the slowest expert worker computed, as far as replies came."""
@@ -128,11 +152,11 @@ class RemoteCall:
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy.
         """
-        table_E = self._routes.table(self._layer)
-        if table_E is None:
-            experts = np.flatnonzero(self._batch.routing.counts_E).tolist()
-            table_E = self._routes.choose(self._layer, experts, self._tried)
-        self._send(table_E)
+        rows_E = self._batch.routing.counts_E
+        assignment, missing = self._routes.choose(self._layer, rows_E, self._tried)
+        if missing:
+            raise self._routes.unavailable(self._layer, missing)
+        self._send(assignment)
 
     def resume(self, progress: Progress) -> None:
         """Goes on with what compiled code began, instead of `start`."""
@@ -141,7 +165,14 @@ class RemoteCall:
         self.busy_s = progress.busy_s
         self._num_attempts = 1
         for part in progress.sent:
-            call = Call(self._batch.call_id, part.rows, part.limit_s, self._outcomes, part.sent_s)
+            call = Call(
+                self._batch.call_id,
+                part.rows,
+                part.limit_s,
+                self._outcomes,
+                part.sent_s,
+                part.size_class,
+            )
             self._open.add(call)
             self._routes.streams[part.rows.worker].adopt(call, part.left)
         for part in progress.sent:  # what came already makes no socket ready
@@ -155,11 +186,9 @@ class RemoteCall:
         """
         try:
             while self._open:
-                self._take(self._next_outcome())
+                self._next()
         finally:
-            self._unfinished.discard(self)
-            for call in self._open:
-                self._routes.streams[call.rows.worker].abandon(call)
+            self.drop()
         hidden_TH = self._batch.hidden_TH
         outputs_SH = torch.from_numpy(self._outputs_SH).view(hidden_TH.dtype).to(hidden_TH.device)
         combined_TH = combine(outputs_SH, self._batch.routing.topk_weights_TK)
@@ -169,23 +198,23 @@ class RemoteCall:
 
     def drop(self) -> None:
         """Nobody will ask for the result: the step that it belongs to failed elsewhere."""
-        self._unfinished.discard(self)
+        self._common.unfinished.discard(self)
         for call in self._open:
             self._routes.streams[call.rows.worker].forget(call)
 
     # --- sending ---
 
-    def _send(self, worker_of_expert_E: npt.NDArray[np.int32]) -> None:
-        """Sends the pairs of all experts that have a worker (>= 0)."""
+    def _send(self, assignment: Assignment, instead_of: Call | None = None) -> list[Call]:
+        """Sends the pairs of all experts that have an expert worker; the calls."""
         routing, generated = self._batch.routing, self._batch.num_generated_rows
-        for rows in plan_dispatch(routing.topk_ids_TK, worker_of_expert_E, generated):
-            self._send_rows(rows)
+        plan = plan_dispatch(routing.topk_ids_TK, assignment.worker_of_expert_E, generated)
+        calls = [self._send_rows(rows, assignment, instead_of) for rows in plan]
         self._num_attempts += 1
+        return calls
 
-    def _send_rows(self, rows: WorkerRows) -> None:
+    def _send_rows(self, rows: WorkerRows, assignment: Assignment, instead_of: Call | None) -> Call:
         stream = self._routes.streams[rows.worker]
         now_s = time.monotonic()
-        limit_s = self._limit_s(rows, now_s)
         call_id = self._batch.call_id._replace(attempt=self._num_attempts)
         frame = RequestFrame(
             call_id,
@@ -193,38 +222,42 @@ class RemoteCall:
             rows,
             self._hidden_size,
             self._batch.wire_dtype,
-            time_left_us=max(1, int((limit_s - now_s) * 1e6)),
+            time_left_us=max(1, int((self._batch.deadline_s - now_s) * 1e6)),
         )
         # A row that is not finite harms its own request only: zeros travel, and its result is NaN,
         # as it would be with the experts in this process.
         if not self._write_rows(rows.row_ids_R, frame, self._broken_T):
             self._has_broken_rows = True
         frame.finish()
-        call = Call(call_id, rows, limit_s, self._outcomes)
+        call = Call(call_id, rows, self._batch.deadline_s, self._outcomes, instead_of=instead_of)
+        if assignment.may_move(rows.worker):
+            num_experts = assignment.num_experts(rows.worker)
+            call.size_class = size_class(len(rows.expert_ids_N), num_experts)
+            call.limit_s = now_s + self._late_after_s(call, now_s)
         self._open.add(call)
         stream.submit(call, frame)
+        return call
 
-    def _limit_s(self, rows: WorkerRows, now_s: float) -> float:
-        """All the time there is, unless another copy could be asked afterwards."""
-        deadline_s = self._batch.deadline_s
-        if not self._routes.has_copies:
-            return deadline_s
-        experts = np.unique(rows.expert_ids_N).tolist()
-        if self._routes.has_other_copies(self._layer, experts, rows.worker, self._tried):
-            return now_s + (deadline_s - now_s) * FIRST_TRY_SHARE
-        return deadline_s
+    def _late_after_s(self, call: Call, now_s: float) -> float:
+        """Not all the time there is, as others can be asked."""
+        left_s = self._batch.deadline_s - now_s
+        slowness = self._routes.streams[call.rows.worker].link.slowness
+        late_s = self._common.times.late_after_s(call.size_class, slowness)
+        return left_s * FIRST_TRY_SHARE if late_s is None else min(late_s, left_s)
 
     # --- receiving ---
 
-    def _next_outcome(self) -> Outcome:
-        """The next outcome; of the call that is due first, at the latest when it is due."""
+    def _next(self) -> None:
+        """Takes the next outcome; or that a call is late, when the first one is."""
         due = min(self._open, key=lambda call: call.limit_s)
-        while (left_s := due.limit_s - time.monotonic()) > 0:
-            outcome = self._outcomes.get(self._routes.streams, left_s)
+        while True:
+            # Without time left it is a look at what has come: perhaps it was us who did not run.
+            left_s = due.limit_s - time.monotonic()
+            outcome = self._outcomes.get(self._routes.streams, max(0.0, left_s))
             if outcome is not None:
-                return outcome
-        self._routes.streams[due.rows.worker].abandon(due)
-        return Outcome(due, None, "no answer in time")
+                return self._take(outcome)
+            if left_s <= 0:
+                return self._be_late(due)
 
     def _take(self, outcome: Outcome) -> None:
         call = outcome.call
@@ -240,12 +273,15 @@ class RemoteCall:
                 reason = str(error)
                 if error.code in _FINAL_CODES:
                     stream.refuse(reason)
+                elif error.code not in _HONEST_CODES:
+                    stream.be_wrong(reason)
             else:
-                num_bytes = len(call.rows.expert_ids_N) * self._row_bytes
-                self.busy_s = max(self.busy_s, outcome.response.compute_us / 1e6)
-                stream.count_answer(call, outcome.response, num_bytes)
-                return
-        stream.count_fault(reason)
+                num_pairs, compute_us = len(call.rows.expert_ids_N), outcome.response.compute_us
+                self.busy_s = max(self.busy_s, compute_us / 1e6)
+                num_bytes = num_pairs * self._row_bytes
+                stream.observed.count_answer(num_pairs, num_bytes, compute_us)
+                return self._settle(call)
+        stream.observed.count_fault(reason)
         self._retry(call, reason)
 
     def _place(self, call: Call, response: pb.ForwardResponse) -> None:
@@ -262,17 +298,84 @@ class RemoteCall:
         if not scatter_rows(as_bits(outputs_NH, dtype), slots_N, dtype, self._outputs_SH):
             raise broken_outputs()
 
+    def _settle(self, call: Call) -> None:
+        """The rows of a call are there."""
+        for part in self._parts.pop(call, ()):
+            self._let_go(part)
+        whole = call.instead_of
+        if whole is None or whole not in self._parts:
+            return
+        self._parts[whole].discard(call)
+        if not self._parts[whole]:
+            if whole in self._open:
+                self._open.remove(whole)
+                self._routes.streams[whole.rows.worker].abandon(whole)
+            self._settle(whole)
+
+    def _let_go(self, call: Call) -> None:
+        """The rows of a call came otherwise."""
+        if call in self._open:
+            self._open.remove(call)
+            self._routes.streams[call.rows.worker].forget(call)
+        for part in self._parts.pop(call, ()):
+            self._let_go(part)
+
+    # --- asking others ---
+
+    def _be_late(self, call: Call) -> None:
+        """Hedges a call; at the end of the dispatch it fails."""
+        stream, now_s = self._routes.streams[call.rows.worker], time.monotonic()
+        if now_s >= self._batch.deadline_s:
+            self._open.remove(call)
+            stream.abandon(call)
+            stream.observed.count_fault(_LATE)
+            return self._retry(call, _LATE)
+        stream.be_late(call)
+        if not (call.is_overdue or self._common.budget.take(self._num_answered())):
+            call.is_overdue = True
+            call.limit_s = now_s + (self._batch.deadline_s - now_s) * FIRST_TRY_SHARE
+            return None
+        call.limit_s = self._batch.deadline_s
+        stream.observed.count_fault(_LATE)
+        if self._ask_others(call) is None:
+            stream.observed.count_hedge()
+        return None
+
+    def _num_answered(self) -> int:
+        return sum(stream.observed.num_answers for stream in self._routes.streams)
+
     def _retry(self, call: Call, reason: str) -> None:
-        """Sends the rows of a failed call to other copies of its experts."""
-        experts = np.unique(call.rows.expert_ids_N).tolist()
-        for expert in experts:
+        """Sends the rows of a failed call to other copies, unless they are on their way there."""
+        if self._may_come(call):
+            return
+        experts: Sequence[int] | None = np.unique(call.rows.expert_ids_N).tolist()
+        if time.monotonic() < self._batch.deadline_s:
+            experts = self._ask_others(call)
+        if experts is None:
+            self._routes.streams[call.rows.worker].observed.count_retry()
+        elif not self._is_part_of_open(call):
+            detail = f"{self._routes.name(call.rows.worker)}: {reason}"
+            raise self._routes.unavailable(self._layer, experts, detail)
+
+    def _ask_others(self, call: Call) -> Sequence[int] | None:
+        """Sends the rows of a call to other copies; nothing, if experts have none: those."""
+        rows_E = np.bincount(call.rows.expert_ids_N, minlength=len(self._batch.routing.counts_E))
+        for expert in np.flatnonzero(rows_E).tolist():
             self._tried.setdefault(expert, set()).add(call.rows.worker)
-        detail = f"{self._routes.name(call.rows.worker)}: {reason}"
-        if time.monotonic() >= self._batch.deadline_s:
-            raise ExpertUnavailableError(pairs(self._layer, experts), detail=detail)
-        self._send(self._routes.choose(self._layer, experts, self._tried, detail=detail))
+        assignment, missing = self._routes.choose(self._layer, rows_E, self._tried)
+        if missing:
+            return missing
+        for part in self._parts.pop(call, ()):
+            self._let_go(part)
+        self._parts[call] = set(self._send(assignment, call))
+        return None
 
+    def _may_come(self, call: Call) -> bool:
+        """True if the rows of a call may still come, from itself or from its parts."""
+        parts = self._parts.get(call)
+        return call in self._open or (parts is not None and all(map(self._may_come, parts)))
 
-def pairs(layer: int, experts: Iterable[int]) -> list[tuple[int, int]]:
-    """(layer, expert) pairs."""
-    return [(layer, expert) for expert in experts]
+    def _is_part_of_open(self, call: Call) -> bool:
+        """True if somebody was asked for these rows before and may still answer."""
+        whole = call.instead_of
+        return whole is not None and (whole in self._open or self._is_part_of_open(whole))

@@ -112,16 +112,16 @@ class ExchangingLayers:
         self, rows: Rows, inputs: AttentionInputs, calls: ExpertCalls
     ) -> Generator[None, None, Rows]:
         """See Stage; pauses in layers for which the exchange has no memory."""
-        gate, count = self.layers.moes[0].gate.config, len(self.single)
+        count, top_k = len(self.single), self.layers.moes[0].gate.config.top_k
         pages = inputs.pages.part(self.first, count)
         through = RemotePass(self.layers, self.first, pages, inputs.places)
-        routes = self.exchange.routes(self.first, count, gate.num_experts)
+        routes = self.exchange.routes(self.first, count)
         limits = CallLimits(calls.num_generated_rows, float(calls.timeout_s), calls.step_deadline_s)
         layer = 0
         try:
             while layer < count:
-                words = self.exchange.words_for(rows[1], gate.top_k)
-                if words is None:
+                words = self.exchange.words_for(rows[1], top_k)
+                if words is None or routes is None:
                     rows = yield from self.single[layer].run(rows, inputs, calls)
                     layer += 1
                     continue

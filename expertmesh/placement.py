@@ -35,8 +35,9 @@ class ExpertWorkerEntry:
 class ExpertMap:
     """(layer, expert) to expert workers, in one version.
 
-    `choice[layer_slot, expert]` is the index in `workers` of the copy to use, or -1; layer_slot is
-    the position of the layer in `moe_layers`.
+    Arrays [S, E, ...] are by layer slot, the position of the layer in `moe_layers`, and expert;
+    they name expert workers by their index in `workers`, nobody by -1. W expert workers, R copies
+    of an expert at most.
     """
 
     epoch: int
@@ -49,6 +50,10 @@ class ExpertMap:
         """The map before any expert worker is known: epoch 0."""
         return ExpertMap(epoch=0, moe_layers=config.moe_layers, num_experts=config.num_experts)
 
+    def prepare(self) -> None:
+        """Makes what is looked up later, so that nobody has to wait for that."""
+        assert self.choice.shape == self.copies_SER.shape[:2]
+
     def replaced(self, workers: Iterable[ExpertWorkerEntry]) -> ExpertMap:
         """The next version with these expert workers, ordered by id."""
         ordered = tuple(sorted(workers, key=lambda worker: worker.worker_id))
@@ -56,34 +61,51 @@ class ExpertMap:
 
     @cached_property
     def layer_slots(self) -> dict[int, int]:
-        """Layer to its row in `choice`."""
+        """Layer to its slot."""
         return {layer: slot for slot, layer in enumerate(self.moe_layers)}
 
     @cached_property
     def choice(self) -> npt.NDArray[np.int32]:
-        """[MoE layers, experts] index of the copy to use; -1 without one.
+        """[S, E] the copy to use if all else is equal."""
+        return np.ascontiguousarray(self.copies_SER[:, :, 0])
+
+    @cached_property
+    def copies_SER(self) -> npt.NDArray[np.int32]:
+        """[S, E, R] all copies, in the order to use them if all else is equal; at least one column.
 
         Copies of an expert take turns by expert number, so that experts with the same holders
-        spread over them.
+        spread over them; those of expert workers that are leaving come last.
         """
-        table = np.full((len(self.moe_layers), self.num_experts), -1, dtype=np.int32)
-        for (layer, expert), holders in self.holders.items():
-            workers = self.staying(holders)
-            table[self.layer_slots[layer], expert] = workers[expert % len(workers)]
-        return table
+        held_WSE = self._held_WSE
+        leaving_W = np.array([worker.leaving for worker in self.workers], np.bool_)
+        num_copies = max(1, int(held_WSE.sum(axis=0).max(initial=0)))
+        copies_SER = np.full((*held_WSE.shape[1:], num_copies), -1, np.int32)
+        first_SE = np.zeros(held_WSE.shape[1:], np.int64)
+        for group_W in (~leaving_W, leaving_W):
+            held_GSE = held_WSE[group_W]
+            count_SE = held_GSE.sum(axis=0)
+            turn_GSE = np.cumsum(held_GSE, axis=0) - 1 - np.arange(self.num_experts)
+            place_GSE = first_SE + turn_GSE % np.maximum(count_SE, 1)
+            index_G, slot, expert = np.nonzero(held_GSE)
+            copies_SER[slot, expert, place_GSE[held_GSE]] = np.flatnonzero(group_W)[index_G]
+            first_SE += count_SE
+        return copies_SER
 
-    def staying(self, holders: Sequence[int]) -> Sequence[int]:
-        """Those of some expert workers that are not leaving; all of them if all are."""
-        return [index for index in holders if not self.workers[index].leaving] or holders
+    @cached_property
+    def _held_WSE(self) -> npt.NDArray[np.bool_]:
+        shape = len(self.workers), len(self.moe_layers), self.num_experts
+        held_WSE = np.zeros(shape, np.bool_)
+        for index, worker in enumerate(self.workers):
+            for layer, experts in worker.resident.items():
+                held_WSE[index, self.layer_slots[layer], list(experts)] = True
+        return held_WSE
 
     @cached_property
     def holders(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """(layer, expert) to the indices of the expert workers that hold it, ascending."""
         found: dict[tuple[int, int], list[int]] = {}
-        for index, worker in enumerate(self.workers):
-            for layer, experts in worker.resident.items():
-                for expert in experts:
-                    found.setdefault((layer, expert), []).append(index)
+        for slot, expert, index in np.argwhere(self._held_WSE.transpose(1, 2, 0)).tolist():
+            found.setdefault((self.moe_layers[slot], expert), []).append(index)
         return {key: tuple(indices) for key, indices in found.items()}
 
     def uncovered(self) -> dict[int, tuple[int, ...]]:

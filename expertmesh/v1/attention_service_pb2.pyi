@@ -317,7 +317,7 @@ class MembershipRequest(_message.Message):
     def __init__(self, expert_map: _Optional[_Union[ExpertMapUpdate, _Mapping]] = ...) -> None: ...
 
 class ExpertObservation(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "calls", "faults", "rows_out", "rows_back", "bytes_out", "bytes_back", "round_trip_us", "compute_us", "last_fault")
+    __slots__ = ("worker_id", "incarnation", "calls", "faults", "rows_out", "rows_back", "bytes_out", "bytes_back", "round_trip_us", "compute_us", "last_fault", "hedges", "retries", "late_replies", "ejections")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +329,10 @@ class ExpertObservation(_message.Message):
     ROUND_TRIP_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     LAST_FAULT_FIELD_NUMBER: _ClassVar[int]
+    HEDGES_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    LATE_REPLIES_FIELD_NUMBER: _ClassVar[int]
+    EJECTIONS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     calls: int
@@ -340,7 +344,11 @@ class ExpertObservation(_message.Message):
     round_trip_us: int
     compute_us: int
     last_fault: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., calls: _Optional[int] = ..., faults: _Optional[int] = ..., rows_out: _Optional[int] = ..., rows_back: _Optional[int] = ..., bytes_out: _Optional[int] = ..., bytes_back: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., last_fault: _Optional[str] = ...) -> None: ...
+    hedges: int
+    retries: int
+    late_replies: int
+    ejections: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., calls: _Optional[int] = ..., faults: _Optional[int] = ..., rows_out: _Optional[int] = ..., rows_back: _Optional[int] = ..., bytes_out: _Optional[int] = ..., bytes_back: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., last_fault: _Optional[str] = ..., hedges: _Optional[int] = ..., retries: _Optional[int] = ..., late_replies: _Optional[int] = ..., ejections: _Optional[int] = ...) -> None: ...
 
 class MembershipResponse(_message.Message):
     __slots__ = ("epoch", "observations")

@@ -245,10 +245,11 @@ class ExchangeWords(NamedTuple):
 class LayerRoutes(NamedTuple):
     """Where the rows of successive layers go."""
 
-    is_usual_L: NDArray[np.bool_]
-    """False: not as the other two say."""
+    is_fixed_L: NDArray[np.bool_]
+    """Whether each expert has one copy; the four are those of `exchange_words.Route`."""
     worker_of_expert_LE: NDArray[np.int32]
-    has_copies_LE: NDArray[np.bool_]
+    copies_LER: NDArray[np.int32]
+    penalty_W: NDArray[np.int64]
 
 
 class CallLimits(NamedTuple):

@@ -86,9 +86,9 @@ def remote(
     experts.warm_up()  # deadlines do not count on compiling
     try:
         experts.update_map(map_of(checkpoint, entries), gateway=77)
-        experts.begin_step(1)
         if direct:
             wait_direct(experts)
+        experts.begin_step(1)
         yield experts
     finally:
         experts.close()

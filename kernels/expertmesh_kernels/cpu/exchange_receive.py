@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from expertmesh_kernels.cpu import exchange_words as words
 from expertmesh_kernels.cpu import messages as pb
 from expertmesh_kernels.cpu import sockets
+from expertmesh_kernels.cpu.call_times import see
 from expertmesh_kernels.cpu.combine import combine
 from expertmesh_kernels.cpu.exchange_send import send_more
 from expertmesh_kernels.cpu.exchange_words import UNUSUAL, Bytes, Words
@@ -41,7 +42,7 @@ def receive(
     """Waits for all replies; out[t] = the weighted sum over the slots of row t.
 
     Returns the longest time in microseconds that an expert worker computed, or `UNUSUAL`: a reply
-    is not there in time, is not what was asked for, or its connection has ended. Then the calls say
+    is late, is not what was asked for, or its connection has ended. Then the calls say
     which have come; bytes that were not taken are still in the buffers of the readers.
 
     Args:
@@ -87,7 +88,7 @@ def _receive_all(state: Words, links_W: Words, calls_WC: Words) -> int:
 
 @njit
 def _wait(links_W: Words, calls_WC: Words, fds: Words, events: Words, happened: Words) -> bool:
-    """Until something happens; False if a call is due before."""
+    """Until something happens; False if a call is late before."""
     now_ns = sockets.monotonic_ns()
     first_ns = 2**62
     for w in range(links_W.size):
@@ -99,8 +100,9 @@ def _wait(links_W: Words, calls_WC: Words, fds: Words, events: Words, happened: 
             events[w] = _IN
             if call[words.CALL_SEND_AT] < call[words.CALL_SEND_END]:
                 events[w] = _IN | _OUT
-    left_ms = -int((now_ns - first_ns) // _NS_PER_MS)
-    return left_ms > 0 and sockets.poll(fds, events, happened, left_ms) > 0
+    # Without time left it is a look at what has come: perhaps it was us who did not run.
+    left_ms = max(0, -int((now_ns - first_ns) // _NS_PER_MS))
+    return sockets.poll(fds, events, happened, left_ms) > 0
 
 
 @njit
@@ -163,7 +165,8 @@ def _take(
     if lengths[pb.RESPONSE_ERROR] != pb.ABSENT or lengths[pb.RESPONSE_OUTPUTS] == pb.ABSENT:
         return False
     compute_us, credits = values[pb.RESPONSE_COMPUTE_US], values[pb.RESPONSE_ROW_CREDITS]
-    if (compute_us | credits | values[pb.RESPONSE_QUEUE_US]) >> 32:
+    queue_us = values[pb.RESPONSE_QUEUE_US]
+    if (compute_us | credits | queue_us) >> 32:
         return False
     id_at, id_size = values[pb.RESPONSE_ID], lengths[pb.RESPONSE_ID]
     at, size = values[pb.RESPONSE_OUTPUTS], lengths[pb.RESPONSE_OUTPUTS]
@@ -182,6 +185,10 @@ def _take(
     link[words.LINK_COMPUTE_US] += compute_us
     took_ns = sockets.monotonic_ns() - call[words.CALL_SENT_NS]
     link[words.LINK_ROUND_TRIP_US] += took_ns // _NS_PER_US
+    if call[words.CALL_SIZE] > 0:
+        slowness, times = link[words.LINK_SLOWNESS], words.times_at(state)
+        link[words.LINK_SLOWNESS] = see(times, call[words.CALL_SIZE], slowness, took_ns)
+        link[words.LINK_QUEUE_US] = queue_us
     return True
 
 

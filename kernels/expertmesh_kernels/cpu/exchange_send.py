@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from expertmesh_kernels.cpu import exchange_words as words
 from expertmesh_kernels.cpu import messages as pb
 from expertmesh_kernels.cpu import sockets
+from expertmesh_kernels.cpu.call_times import class_of, late_after_ns
+from expertmesh_kernels.cpu.copies import NUM_EXPERTS, NUM_SOLE, choose_copies, set_costs
 from expertmesh_kernels.cpu.dispatch import count_rows, fill_rows
-from expertmesh_kernels.cpu.exchange_words import Bytes, Words
+from expertmesh_kernels.cpu.exchange_words import Bytes, Route, Words
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at, copy_bytes
 
@@ -30,8 +32,10 @@ def send(
     state: Words,
     links_W: Words,
     calls_WC: Words,
+    is_fixed: bool,
     worker_of_expert_E: NDArray[np.int32],
-    has_copies_E: NDArray[np.bool_],
+    copies_ER: NDArray[np.int32],
+    penalty_W: Words,
     topk_ids_TK: NDArray[np.int32],
     num_generated_rows: int,
     rows_address: int,
@@ -39,21 +43,24 @@ def send(
 ) -> bool:
     """Sends each expert worker its rows, as far as the sockets take them at once.
 
-    Returns False, with nothing sent, if one of the expert workers cannot be used now: a link is not
-    ready, or has too few credits.
+    Returns False, with nothing sent, if an expert cannot be asked for now: links to who holds it
+    are not ready, or have too few credits.
 
     Args:
         state: Layer and micro-batch of the call are set already.
         links_W: Addresses of the links.
         calls_WC: Takes what each expert worker gets.
-        worker_of_expert_E: Expert worker of each expert, none missing.
-        has_copies_E: Whether other expert workers hold the expert too.
+        is_fixed: Whether each expert has one copy.
+        worker_of_expert_E: Who is asked then.
+        copies_ER: All copies; see `choose_copies`.
+        penalty_W: Factors of what an expert costs on each expert worker.
         topk_ids_TK: Chosen experts, different within a row.
         num_generated_rows: Leading rows that belong to generated tokens.
         rows_address: Of the hidden states, contiguous; bits of elements are what travels.
         deadline_s: On the monotonic clock.
     """
-    if not _plan(state, links_W, calls_WC, worker_of_expert_E, topk_ids_TK, num_generated_rows):
+    route = is_fixed, worker_of_expert_E, copies_ER, penalty_W
+    if not _plan(state, links_W, calls_WC, route, topk_ids_TK, num_generated_rows):
         return False
     num_rows = topk_ids_TK.shape[0]
     broken_T = array_at(state[words.STATE_BROKEN], num_rows, words.BYTES)
@@ -66,9 +73,10 @@ def send(
         if call[words.CALL_ROWS] == 0:
             continue
         now_ns = sockets.monotonic_ns()
-        limit_ns = _limit_ns(state, call, has_copies_E, now_ns, deadline_s)
+        left_ns = int(min(deadline_s * 1e9 - now_ns, float(_LONGEST_WAIT_NS)))
         link = words.link_at(links_W[w])
-        time_left_us = (limit_ns - now_ns) // _NS_PER_US
+        limit_ns = now_ns + _late_after_ns(state, link, call, left_ns)
+        time_left_us = left_ns // _NS_PER_US
         at = _put_frame(state, link, call, w, at, time_left_us, rows_address, broken_T)
         call[words.CALL_SENT_NS], call[words.CALL_LIMIT_NS], call[words.CALL_IS_OPEN] = (
             now_ns,
@@ -88,24 +96,34 @@ def _plan(
     state: Words,
     links_W: Words,
     calls_WC: Words,
-    worker_of_expert_E: NDArray[np.int32],
+    route: Route,
     topk_ids_TK: NDArray[np.int32],
     num_generated_rows: int,
 ) -> bool:
     """Splits the routing; False if an expert worker cannot take what it should get."""
     num_workers, num_pairs = links_W.size, topk_ids_TK.size
+    is_fixed, worker_of_expert_E = route[0], route[1]
+    asked_W2 = np.zeros((num_workers, 2), np.int64)
     for w in range(num_workers):
-        if words.link_at(links_W[w])[words.LINK_READY] == 0:
-            return False
         for word in range(words.NUM_CALL_WORDS):
             calls_WC[w, word] = 0
+    if not is_fixed:
+        worker_of_expert_E = np.empty_like(worker_of_expert_E)
+        if not _choose(links_W, route, topk_ids_TK, worker_of_expert_E, asked_W2):
+            return False
     count_rows(topk_ids_TK, worker_of_expert_E, num_generated_rows, calls_WC)
     row, pair = 0, 0
     for w in range(num_workers):
         link, call = words.link_at(links_W[w]), calls_WC[w]
         num_rows = call[words.CALL_ROWS]
-        if num_rows and num_rows + link[words.LINK_IN_FLIGHT] > link[words.LINK_CREDITS]:
+        if num_rows and (
+            link[words.LINK_READY] == 0
+            or num_rows + link[words.LINK_IN_FLIGHT] > link[words.LINK_CREDITS]
+        ):
             return False
+        if num_rows and not is_fixed:
+            call[words.CALL_SIZE] = class_of(call[words.CALL_PAIRS], asked_W2[w, NUM_EXPERTS])
+            call[words.CALL_MAY_MOVE] = asked_W2[w, NUM_SOLE] == 0
         call[words.CALL_FIRST_ROW], call[words.CALL_FIRST_PAIR] = row, pair
         row, pair = row + call[words.CALL_ROWS], pair + call[words.CALL_PAIRS]
     fill_rows(
@@ -121,17 +139,39 @@ def _plan(
 
 
 @njit
-def _limit_ns(
-    state: Words, call: Words, has_copies_E: NDArray[np.bool_], now_ns: int, deadline_s: float
-) -> int:
-    """All the time there is, unless other copies could be asked afterwards."""
-    left_ns = np.int64(min(deadline_s * 1e9 - now_ns, float(_LONGEST_WAIT_NS)))
-    end = call[words.CALL_FIRST_PAIR] + call[words.CALL_PAIRS]
-    expert_ids = array_at(state[words.STATE_EXPERT_IDS], end, words.UINTS)
-    for n in range(call[words.CALL_FIRST_PAIR], end):
-        if not has_copies_E[expert_ids[n]]:
-            return int(now_ns + left_ns)
-    return int(now_ns + left_ns * words.FIRST_TRY_SHARE)
+def _choose(
+    links_W: Words,
+    route: Route,
+    topk_ids_TK: NDArray[np.int32],
+    worker_of_expert_E: NDArray[np.int32],
+    asked_W2: Words,
+) -> bool:
+    """`choose_copies` among the links that are ready."""
+    _, _, copies_ER, penalty_W = route
+    rows_E = np.zeros(worker_of_expert_E.size, np.int64)
+    for t in range(topk_ids_TK.shape[0]):
+        for expert in topk_ids_TK[t]:
+            rows_E[expert] += 1
+    slowness_W, queue_W = np.zeros(links_W.size, np.int64), np.zeros(links_W.size, np.int64)
+    for w in range(links_W.size):
+        link = words.link_at(links_W[w])
+        if link[words.LINK_READY] != 0:
+            slowness_W[w], queue_W[w] = link[words.LINK_SLOWNESS], link[words.LINK_QUEUE_US]
+    cost_W = np.empty(links_W.size, np.int64)
+    set_costs(slowness_W, penalty_W, cost_W)
+    return choose_copies(rows_E, copies_ER, cost_W, queue_W, worker_of_expert_E, asked_W2)
+
+
+@njit
+def _late_after_ns(state: Words, link: Words, call: Words, left_ns: int) -> int:
+    """All the time there is, unless others could be asked."""
+    if call[words.CALL_MAY_MOVE] == 0:
+        return left_ns
+    times = words.times_at(state)
+    after_ns = late_after_ns(times, call[words.CALL_SIZE], link[words.LINK_SLOWNESS])
+    if after_ns == 0:
+        after_ns = int(left_ns * words.FIRST_TRY_SHARE)
+    return min(after_ns, left_ns)
 
 
 @njit

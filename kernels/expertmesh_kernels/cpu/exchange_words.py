@@ -7,7 +7,7 @@ weights went through the caches every object costs a miss. Numbers of 64 unsigne
 the int64 of the same bits.
 
 W expert workers, E experts, T tokens, K top-k, S = T * K slots, H hidden size; of one expert
-worker's call R rows, N (row, expert) pairs.
+worker's call R rows, N (row, expert) pairs. Copies [E, R] of an expert are R at most.
 
 Owner: one thread. Others may set `LINK_READY` of a link to 0 at any time, and shut a connection
 down; they close none that an exchange still uses.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.call_times import NUM_CLASSES, NUM_TIME_WORDS
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import array_at
 
@@ -25,7 +26,8 @@ Bytes = NDArray[np.uint8]
 Words = NDArray[np.int64]
 
 FIRST_TRY_SHARE = 1 / 3
-"""Of the time that there is, where other copies of all experts of a call could be asked later."""
+"""Of the time that there is: a call that could go elsewhere is late after it, as long as nothing is
+known of how long calls take."""
 UNUSUAL = -1
 """From `receive`: it cannot go on."""
 
@@ -33,6 +35,8 @@ UNUSUAL = -1
 LINK_READY, LINK_FD, LINK_READER, LINK_INCARNATION, LINK_CREDITS, LINK_IN_FLIGHT = range(6)
 """Whether the connection may be used, its descriptor, the address of the words of its reader, whom
 it leads to, row credits, and how many of them others use."""
+LINK_SLOWNESS, LINK_QUEUE_US = 6, 7
+"""How slow the expert worker is, see `call_times`; how long its latest call waited there."""
 LINK_CALLS, LINK_ROWS_OUT, LINK_BYTES_OUT, LINK_ROWS_BACK = range(8, 12)
 LINK_BYTES_BACK, LINK_COMPUTE_US, LINK_ROUND_TRIP_US = range(12, 15)
 """Counters that only rise."""
@@ -46,10 +50,12 @@ NUM_READER_WORDS = 3
 # A call: what one expert worker gets. The first three as `count_rows` has them.
 CALL_ROWS, CALL_PAIRS, CALL_GENERATED, CALL_FIRST_ROW, CALL_FIRST_PAIR = range(5)
 CALL_SEND_AT, CALL_SEND_END, CALL_SENT_NS, CALL_LIMIT_NS = range(5, 9)
-"""What of the frames is not sent yet; when it was handed over; when it counts as failed."""
+"""What of the frames is not sent yet; when it was handed over; when it is late."""
 CALL_IS_OPEN, CALL_ERROR, CALL_COMPUTE_US = range(9, 12)
 """Whether its reply is missing; errno of its connection; what the expert worker computed."""
-NUM_CALL_WORDS = 12
+CALL_SIZE, CALL_MAY_MOVE = 12, 13
+"""Class of its size, 0 where nobody could be asked but who is; whether others hold all of it."""
+NUM_CALL_WORDS = 14
 
 # The state of an exchange: what is sent for a model, in a step, in the call that is open.
 STATE_HIDDEN, STATE_ITEMSIZE, STATE_EXPONENT, STATE_DTYPE, STATE_FINGERPRINT = range(5)
@@ -60,7 +66,9 @@ STATE_NUM_BROKEN = 10
 STATE_FRAMES, STATE_ROW_IDS, STATE_ROW_OFFSETS, STATE_EXPERT_IDS = range(11, 15)
 STATE_SLOT_IDS, STATE_OUTPUTS, STATE_BROKEN = range(15, 18)
 """Addresses of memory to work in; see `attention_worker.exchange.Workspace`."""
-NUM_STATE_WORDS = 18
+STATE_TIMES = 18
+"""Address of what is known of how long calls take; see `call_times`."""
+NUM_STATE_WORDS = 19
 
 FRAME_OVERHEAD = 256
 """Bytes of a frame beside rows and routing, at most."""
@@ -70,6 +78,16 @@ BYTES = np.empty(0, np.uint8)
 UINTS = np.empty(0, np.uint32)
 USHORTS = np.empty(0, np.uint16)
 """For `array_at`."""
+
+Route = tuple[bool, NDArray[np.int32], NDArray[np.int32], Words]
+"""Where rows of a layer go, as `send` takes it."""
+
+
+@njit
+def times_at(state: Words) -> Words:
+    """What is known of how long calls take."""
+    size = NUM_CLASSES * NUM_TIME_WORDS
+    return array_at(state[STATE_TIMES], size, INTS).reshape((NUM_CLASSES, NUM_TIME_WORDS))
 
 
 @njit

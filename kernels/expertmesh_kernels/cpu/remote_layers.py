@@ -41,7 +41,7 @@ def remote_layers(
     ids_LTK: NDArray[np.int32],
     weights_LTK: NDArray[np.float32],
     exchange: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
-    routes: tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.bool_]],
+    routes: tuple[NDArray[np.bool_], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]],
     begin: int,
     first_layer: int,
     num_generated_rows: int,
@@ -67,7 +67,7 @@ def remote_layers(
         ids_LTK: Takes the chosen experts.
         weights_LTK: Takes their weights.
         exchange: State, links and calls of `exchange_words`.
-        routes: Whether rows of a layer go as usual, and where; see `send`.
+        routes: `Route` of each layer; the factors are those of all.
         begin: First layer to compute.
         first_layer: Number of layer 0 in the model.
         num_generated_rows: Leading rows that belong to generated tokens.
@@ -78,7 +78,7 @@ def remote_layers(
     halves_LF, numbers_LF, moes_LF, moe_numbers_LF = layers
     like, like_panels, form = likes
     state, links_W, calls_WC = exchange
-    is_usual_L, worker_of_expert_LE, has_copies_LE = routes
+    is_fixed_L, worker_of_expert_LE, copies_LER, penalty_W = routes
     num_layers = int(pages_LF.shape[0])
     out = np.empty(positions_T.size * halves_LF[0, 0], like.dtype)
     no_counts = np.empty(0, np.int64)  # who gets rows is a matter of expert workers, not of experts
@@ -95,9 +95,9 @@ def remote_layers(
         begun_ns = monotonic_ns()
         state[STATE_LAYER], state[STATE_MICRO_BATCH] = first_layer + layer, 0
         deadline_s = min(begun_ns / _NS_PER_S + timeout_s, step_deadline_s)
-        is_sent = is_usual_L[layer] and send(
-            state, links_W, calls_WC, worker_of_expert_LE[layer], has_copies_LE[layer], ids_TK,
-            num_generated_rows, h_address, deadline_s,
+        is_sent = send(
+            state, links_W, calls_WC, is_fixed_L[layer], worker_of_expert_LE[layer],
+            copies_LER[layer], penalty_W, ids_TK, num_generated_rows, h_address, deadline_s,
         )  # fmt: skip
         sent_ns = monotonic_ns()
         report[IS_SENT], report[BEGUN_NS] = is_sent, begun_ns

@@ -1,0 +1,76 @@
+"""Whether an expert worker is asked for what others hold too.
+
+One that lets a call be late is *suspect* until it is heard of: a late reply is enough, and so is
+one to a probe. So who starves for want of cores is asked again as soon as it answers, and who hangs
+is not. One whose replies are wrong is *ejected*, for a time that doubles, and is then asked again.
+Neither matters for experts of which nobody else has a copy.
+
+Owner: the stream to that expert worker, under its lock.
+"""
+
+from __future__ import annotations
+
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 30.0
+"""Between probes, and without being asked after wrong replies."""
+MOST_WRONG = 2
+"""Wrong replies before it is ejected,"""
+RIGHT_BETWEEN = 50
+"""unless there were so many right ones between them."""
+RIGHT_AFTER = 1000
+"""Right replies after which the time without being asked is the shortest one again."""
+
+
+class Trust:
+    """What earlier calls to an expert worker say of the next."""
+
+    def __init__(self) -> None:
+        self._is_late = False
+        self._probe_at_s = 0.0
+        self._num_wrong = 0
+        self._right_then = 0  # right replies when the latest wrong one came
+        self._ejected_until_s = 0.0
+        self._ejection_s = FIRST_BACKOFF_S
+        self.num_probes = 0
+        """Since it is silent."""
+
+    def is_suspect(self, now_s: float) -> bool:
+        """True if others are to be asked."""
+        return self._is_late or now_s < self._ejected_until_s
+
+    def be_late(self, now_s: float) -> None:
+        """A call is late."""
+        if not self._is_late:
+            self._is_late = True
+            self.num_probes = 0
+            self._probe_at_s = now_s + FIRST_BACKOFF_S
+
+    def be_heard(self) -> None:
+        """A reply came, whether anybody waits for it or not."""
+        self._is_late = False
+
+    def be_wrong(self, now_s: float, num_right: int) -> bool:
+        """A reply was wrong; true if it is ejected for that.
+
+        Args:
+            now_s: On the monotonic clock.
+            num_right: Right replies so far.
+        """
+        between, self._right_then = num_right - self._right_then, num_right
+        self._num_wrong = self._num_wrong + 1 if between < RIGHT_BETWEEN else 1
+        if between >= RIGHT_AFTER:
+            self._ejection_s = FIRST_BACKOFF_S
+        if self._num_wrong < MOST_WRONG:
+            return False
+        self._num_wrong = MOST_WRONG - 1  # the next one ejects it again
+        self._ejected_until_s = now_s + self._ejection_s
+        self._ejection_s = min(2 * self._ejection_s, LONGEST_BACKOFF_S)
+        return True
+
+    def wants_probe(self, now_s: float) -> bool:
+        """True once each time that it should be asked something to hear of it."""
+        if not self._is_late or now_s < self._probe_at_s:
+            return False
+        self.num_probes += 1
+        self._probe_at_s = now_s + min(FIRST_BACKOFF_S * 2**self.num_probes, LONGEST_BACKOFF_S)
+        return True
