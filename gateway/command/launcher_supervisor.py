@@ -35,7 +35,7 @@ class Member:
     name: str
     start: Start
     restarts: bool
-    """True: started again when it ends. False: its end is the end of everything."""
+    """True: started again when it ends, unless it was told to. False: its end is the end of all."""
     child: Child | None = None
     info: dict[str, object] | None = None
     """Ready line of its present life; None while it starts."""
@@ -161,6 +161,8 @@ class Supervisor:
             logger.info("%s is ready again, process %d", member.name, child.pid)
         elif not member.restarts:
             raise StartupError(f"{member.name} {child.describe_exit()}")
+        elif child.exit_code == 0 and member.info is not None:
+            logger.info("%s (process %d) was told to end and stays away", member.name, child.pid)
         else:
             self._plan_restart(member, child)
 

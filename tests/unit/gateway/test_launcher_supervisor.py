@@ -105,15 +105,19 @@ def test_death_between_ready_and_condition_is_told(supervise: Supervise) -> None
 def test_members_that_may_restart_do(
     supervise: Supervise, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A killed expert worker is named in the log and started again; a dead gateway ends it all."""
+    """A killed expert worker is named in the log and started again, one that was told to end is
+    not; a dead gateway ends it all."""
     caplog.set_level(logging.INFO)
     gateway, worker = _member("gateway", restarts=False), _member("expert worker 0")
-    supervisor = supervise(gateway, worker)
+    drained = _member("expert worker 1")
+    supervisor = supervise(gateway, worker, drained)
     supervisor.wait_until(lambda: True)
-    first = _child(worker)
+    first, told = _child(worker), _child(drained)
     ready_again: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def disturb() -> None:
+        told.terminate()
+        told.wait(10)
         os.kill(first.pid, signal.SIGKILL)
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -133,6 +137,8 @@ def test_members_that_may_restart_do(
     assert first.pid != ready_again.get(timeout=1)
     assert f"expert worker 0 (process {first.pid}) was killed by SIGKILL" in caplog.text
     assert "expert worker 0 is ready again" in caplog.text
+    assert _child(drained) is told
+    assert f"expert worker 1 (process {told.pid}) was told to end and stays away" in caplog.text
 
 
 def test_pauses_grow(supervise: Supervise, tmp_path: Path) -> None:
