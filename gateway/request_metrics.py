@@ -240,6 +240,15 @@ def _step_parts(stats: EngineStats) -> Metric:
     return metric
 
 
+_DISPATCH_TROUBLES = {
+    "faults": "Calls that were late or failed",
+    "hedges": "Late calls whose rows were asked of other copies too",
+    "retries": "Failed calls whose rows were asked of other copies",
+    "late_replies": "Replies that came too late or twice",
+    "ejections": "Times that it was not asked for a while, since it was silent or wrong",
+}
+
+
 def _dispatch_metrics(calls: Iterable[DispatchStats]) -> Iterator[Metric]:
     """What went to and came from each expert worker."""
     amount = CounterMetricFamily(
@@ -250,7 +259,10 @@ def _dispatch_metrics(calls: Iterable[DispatchStats]) -> Iterator[Metric]:
         "moe_dispatch_tokens", "Token rows out, and (token, expert) rows back",
         labels=("worker", "direction"),
     )  # fmt: skip
-    faults = CounterMetricFamily("moe_dispatch_faults", "Calls that failed", labels=("worker",))
+    troubles = [
+        CounterMetricFamily(f"moe_dispatch_{name}", help_text, labels=("worker",))
+        for name, help_text in _DISPATCH_TROUBLES.items()
+    ]
     times = SummaryMetricFamily(
         "moe_dispatch_duration_seconds", "Round trips to an expert worker", labels=("worker",)
     )
@@ -262,10 +274,11 @@ def _dispatch_metrics(calls: Iterable[DispatchStats]) -> Iterator[Metric]:
         amount.add_metric((call.worker_id, "back"), call.bytes_back)
         rows.add_metric((call.worker_id, "out"), call.rows_out)
         rows.add_metric((call.worker_id, "back"), call.rows_back)
-        faults.add_metric((call.worker_id,), call.faults)
+        for name, counter in zip(_DISPATCH_TROUBLES, troubles, strict=True):
+            counter.add_metric((call.worker_id,), getattr(call, name))
         times.add_metric((call.worker_id,), call.calls, call.round_trip_s)
         compute.add_metric((call.worker_id,), call.calls, call.compute_s)
-    yield from (amount, rows, faults, times, compute)
+    yield from (amount, rows, *troubles, times, compute)
 
 
 class MeshCollector(_ReadWhenScraped):

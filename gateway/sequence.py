@@ -129,6 +129,15 @@ class DispatchStats:
     worker_id: str
     calls: int = 0
     faults: int = 0
+    """Calls that were late or failed."""
+    hedges: int = 0
+    """Late calls whose rows were asked of other copies too."""
+    retries: int = 0
+    """Failed calls whose rows were asked of other copies."""
+    late_replies: int = 0
+    """Replies that came too late or twice."""
+    ejections: int = 0
+    """Times that it was not asked for a while, since it was silent or wrong."""
     rows_out: int = 0
     """Token rows sent."""
     rows_back: int = 0

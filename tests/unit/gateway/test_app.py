@@ -184,7 +184,7 @@ async def test_metrics(gateway: Gateway, session: aiohttp.ClientSession) -> None
         kv_blocks_total=20,
         request_slots_used=2,
         request_slots_total=8,
-        dispatch=(DispatchStats("w0", calls=4, bytes_out=100, bytes_back=200, rows_out=7),),
+        dispatch=(DispatchStats("w0", calls=4, bytes_out=100, hedges=3, ejections=2, rows_out=7),),
     )
     request = GenerationRequest("r", (1, 2, 3), SamplingParams(max_tokens=2), print, 0.0)
     gateway.metrics.request_started(request, 0.1)
@@ -208,6 +208,9 @@ async def test_metrics(gateway: Gateway, session: aiohttp.ClientSession) -> None
         f"moe_time_to_first_token_seconds_count{model} 1.0",
         f"moe_e2e_request_latency_seconds_sum{model} 0.3",
         'moe_dispatch_bytes_total{direction="out",worker="w0"} 100.0',
+        'moe_dispatch_hedges_total{worker="w0"} 3.0',
+        'moe_dispatch_retries_total{worker="w0"} 0.0',
+        'moe_dispatch_ejections_total{worker="w0"} 2.0',
         'moe_workers{state="unreachable"} 1.0',
         'moe_workers{state="draining"} 0.0',
         "moe_uncovered_experts 2.0",

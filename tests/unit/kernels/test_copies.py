@@ -1,0 +1,148 @@
+"""The choice among copies: as few distinct experts on the busiest expert worker as can be."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from expertmesh_kernels.cpu.call_times import TYPICAL
+from expertmesh_kernels.cpu.copies import (
+    LEAVING,
+    NUM_EXPERTS,
+    NUM_SOLE,
+    SUSPECT,
+    UNUSABLE,
+    choose_copies,
+    set_costs,
+)
+
+Ints = npt.NDArray[np.int64]
+MOST_UNEVEN_ROWS = 1.25
+"""Rows of the busiest expert worker, where all are needed, compared with what cannot be beaten."""
+
+
+def choose(
+    rows_E: Ints, copies_ER: npt.NDArray[np.int32], cost_W: Ints, queue_W: Ints | None = None
+) -> tuple[list[int], list[list[int]]] | None:
+    """The choice and its counts; None if there is none."""
+    worker_of_expert_E = np.full(len(rows_E), 99, np.int32)
+    asked_W2 = np.full((len(cost_W), 2), 99, np.int64)
+    if queue_W is None:
+        queue_W = np.zeros_like(cost_W)
+    if not choose_copies(rows_E, copies_ER, cost_W, queue_W, worker_of_expert_E, asked_W2):
+        return None
+    return worker_of_expert_E.tolist(), asked_W2.tolist()
+
+
+def fewest(rows_E: Ints, copies_ER: npt.NDArray[np.int32], num_workers: int) -> int:
+    """Fewest experts that the busiest expert worker can have, by augmenting paths."""
+    asked = np.flatnonzero(rows_E).tolist()
+    limit = -(-len(asked) // num_workers)
+    while not _fits(asked, copies_ER, limit):
+        limit += 1
+    return limit
+
+
+def _fits(asked: list[int], copies_ER: npt.NDArray[np.int32], limit: int) -> bool:
+    held: dict[int, list[int]] = {}
+
+    def place(expert: int, seen: set[int]) -> bool:
+        for worker in {*copies_ER[expert].tolist()} - seen:
+            seen.add(worker)
+            there = held.setdefault(worker, [])
+            if len(there) < limit:
+                there.append(expert)
+                return True
+            for index, other in enumerate(there):
+                if place(other, seen):
+                    there[index] = expert
+                    return True
+        return False
+
+    return all(place(expert, set()) for expert in asked)
+
+
+def zipf_rows(rng: np.random.Generator, num_rows: int, num_experts: int, top_k: int) -> Ints:
+    """Rows of each expert, where the n-th most popular is chosen with a share of 1 / n^1.2."""
+    share = 1 / np.arange(1, num_experts + 1) ** 1.2
+    share = rng.permutation(share / share.sum())
+    ids = [rng.choice(num_experts, top_k, replace=False, p=share) for _ in range(num_rows)]
+    return np.bincount(np.concatenate(ids), minlength=num_experts)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "top_k", "num_workers", "num_copies"),
+    [
+        (1, 32, 4, 3, 2),
+        (64, 32, 4, 3, 2),
+        (64, 256, 8, 8, 2),
+        (64, 128, 8, 16, 3),
+        (4, 60, 4, 4, 4),
+    ],
+)
+def test_no_choice_has_fewer_experts_on_the_busiest_expert_worker(
+    num_rows: int, num_experts: int, top_k: int, num_workers: int, num_copies: int
+) -> None:
+    """Under Zipf's routing and any placement it is the optimum, and the same each time."""
+    rng = np.random.default_rng(num_rows + num_experts)
+    cost_W = np.ones(num_workers, np.int64)
+    for _ in range(8):
+        rows_E = zipf_rows(rng, num_rows, num_experts, top_k)
+        holders = [rng.permutation(num_workers)[:num_copies] for _ in range(num_experts)]
+        copies_ER = np.array(holders, np.int32)
+        chosen = choose(rows_E, copies_ER, cost_W)
+        assert chosen is not None
+        workers, asked = chosen
+        assert chosen == choose(rows_E, copies_ER, cost_W)
+        for expert, worker in enumerate(workers):
+            assert worker in copies_ER[expert] if rows_E[expert] else worker == -1
+        counts = [workers.count(worker) for worker in range(num_workers)]
+        assert [line[NUM_EXPERTS] for line in asked] == counts
+        assert [line[NUM_SOLE] for line in asked] == [0] * num_workers
+        assert max(counts) == fewest(rows_E, copies_ER, num_workers)
+
+
+def test_rows_of_prompts_are_spread() -> None:
+    """Where every expert is needed, rows are nearly as even as they can be."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        rows_E = zipf_rows(rng, 256, 32, 4)
+        copies_ER = np.array([rng.permutation(3)[:2] for _ in range(32)], np.int32)
+        chosen = choose(rows_E, copies_ER, np.ones(3, np.int64))
+        assert chosen is not None
+        rows_W = np.bincount(chosen[0], rows_E, 3)
+        assert rows_W.max() <= MOST_UNEVEN_ROWS * max(rows_E.sum() / 3, rows_E.max())
+
+
+def test_who_cannot_be_asked_is_not() -> None:
+    """Unusable expert workers get nothing; leaving and suspect ones only what nobody else has."""
+    rows_E = np.array([3, 1, 0, 2], np.int64)
+    copies_ER = np.array([[0, 1, 2], [1, 2, -1], [0, -1, -1], [1, -1, -1]], np.int32)
+    for cost in (LEAVING, SUSPECT):
+        asked = [[0, 0], [1, 1], [2, 0]] if cost == LEAVING else [[0, 0], [1, 1], [2, 2]]
+        chosen = choose(rows_E, copies_ER, np.array([UNUSABLE, cost, 1]))
+        assert chosen == ([2, 2, -1, 1], asked)
+    assert choose(rows_E, copies_ER, np.array([1, UNUSABLE, 1])) is None
+    assert choose(rows_E, np.full((4, 1), -1, np.int32), np.ones(3, np.int64)) is None
+
+
+def test_a_shorter_queue_comes_last() -> None:
+    """If experts and rows are even, who waits less is asked; else who comes first."""
+    rows_E, copies_ER = np.array([1], np.int64), np.array([[1, 0]], np.int32)
+    cost_W = np.ones(2, np.int64)
+    assert choose(rows_E, copies_ER, cost_W) == ([1], [[0, 0], [1, 0]])
+    assert choose(rows_E, copies_ER, cost_W, np.array([3, 5])) == ([0], [[1, 0], [0, 0]])
+
+
+def test_slow_expert_workers_get_fewer_experts() -> None:
+    """One that is four times as slow gets a fifth; one that is a little slower as many."""
+    cost_W = np.zeros(3, np.int64)
+    set_costs(np.array([TYPICAL * 4, 0, TYPICAL]), np.array([1, 1, 1]), cost_W)
+    assert cost_W.tolist() == [4, UNUSABLE, 1]
+    rows_E, copies_ER = np.ones(20, np.int64), np.tile(np.array([0, 1, 2], np.int32), (20, 1))
+    chosen = choose(rows_E, copies_ER, cost_W)
+    assert chosen is not None
+    assert chosen[1] == [[4, 0], [0, 0], [16, 0]]
+    set_costs(np.array([TYPICAL * 19 // 10, TYPICAL]), np.array([1, LEAVING]), cost_W[:2])
+    assert cost_W[:2].tolist() == [1, LEAVING]
