@@ -101,16 +101,16 @@ class Leader:
         return orders
 
     def ended(self, order: Order, failed: Collection[ExpertKey], now_s: float) -> None:
-        """A worker has carried an order out, as far as it could, or has refused it.
+        """A worker has carried an order out as far as it could, or has refused it.
 
         Args:
             order: One that was given.
-            failed: Its experts that the worker said it could not load.
+            failed: Its experts that the worker said it could or would not load.
             now_s: On a monotonic clock.
         """
         self._pending.remove(order)
         self._fenced.add((order.worker_id, order.incarnation))
-        for key in order.experts:
+        for key in order.experts if order.kind == "load" else ():
             place = (order.worker_id, order.incarnation, key)
             if key not in failed:
                 self._failures.pop(place, None)

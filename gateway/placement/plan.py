@@ -69,6 +69,7 @@ def _site(experts: Experts, stay: Sequence[WorkerView], policy: PlacementPolicy)
         nodes_W=nodes_of(stay),
         there_W=np.array([not view.absent for view in stay], dtype=np.bool_),
         resident_LEW=holds_of(experts, [() if w.absent else w.resident for w in stay]),
+        retiring_LEW=holds_of(experts, [() if w.absent else w.retiring for w in stay]),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from gateway.placement.arrays import Bools, Floats, Ints
 from gateway.placement.rendezvous import fair_shares, place_copies
 
-_RESIDENT_BONUS = 1000.0
+_IN_MEMORY_BONUS = 1000.0
 """More than scores differ: what is in memory already is preferred to any score."""
 
 
@@ -27,11 +27,13 @@ class Site:
     there_W: Bools
     """False for absent workers."""
     resident_LEW: Bools
-    """What is in memory and can be used."""
+    """What can be used."""
+    retiring_LEW: Bools
+    """What is in memory still, and need not be read to be used again."""
 
     def preferences_LEW(self) -> Floats:
         """[L, E, W] scores, but what is in memory comes first."""
-        return self.scores_LEW + _RESIDENT_BONUS * self.resident_LEW
+        return self.scores_LEW + _IN_MEMORY_BONUS * (self.resident_LEW | self.retiring_LEW)
 
 
 def repaired(site: Site, holds_LEW: Bools, copies_LE: Ints) -> tuple[Bools, Ints]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -35,6 +36,10 @@ class Experts:
     def num_pairs(self) -> int:
         """(layer, expert) pairs of the model."""
         return len(self.moe_layers) * self.num_experts
+
+    def keys(self) -> frozenset[ExpertKey]:
+        """All (layer, expert) pairs."""
+        return frozenset(product(self.moe_layers, range(self.num_experts)))
 
     def no_load(self) -> ExpertLoad:
         """The load before anything was measured."""
