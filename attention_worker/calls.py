@@ -1,14 +1,20 @@
-"""Calls of a dispatch to expert workers, and how they end."""
+"""Dispatches to expert workers, their calls, and how those end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from attention_worker.direct_connection import DirectConnection
 from attention_worker.outcomes import Outcomes
+from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import WireDtype
 from expertmesh.wire_encode import CallId
-from expertmesh_kernels.dispatch import WorkerRows
+from expertmesh_kernels.dispatch import Bits, Bools, WorkerRows
+from expertmesh_kernels.router import Routing
 
 
 @dataclass(eq=False)
@@ -59,3 +65,45 @@ class Unfinished:
     """The rest of its frame."""
     error: int
     """errno of its connection; 0 if there was no error."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is dispatched: one micro-batch of one layer."""
+
+    call_id: CallId
+    """Identity of the first try."""
+    hidden_TH: Tensor
+    routing: Routing
+    num_generated_rows: int
+    dtype: DtypeName
+    """Of the hidden states and of the outputs."""
+    wire_dtype: WireDtype
+    """How hidden states travel."""
+    model_fingerprint: int
+    deadline_s: float
+    """On the monotonic clock."""
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """A part of a dispatch that compiled code sent, and that is not answered."""
+
+    rows: WorkerRows
+    sent_s: float
+    limit_s: float
+    """When it is late; both on the monotonic clock."""
+    size_class: int
+    left: Unfinished
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What compiled code made of a dispatch before it could not go on."""
+
+    outputs_SH: Bits
+    """With what came so far."""
+    broken_T: Bools
+    """True for rows that are not finite."""
+    busy_s: float
+    sent: Sequence[SentRows]

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from attention_worker.call_times import CallTimes
-from attention_worker.calls import Unfinished
+from attention_worker.calls import Progress, SentRows, Unfinished
 from attention_worker.direct_connection import DirectConnection
 from attention_worker.expert_routes import LayerTable
 from attention_worker.link import Link
 from attention_worker.loopback import LoopbackRoutes, loopback
-from attention_worker.remote_call import Progress, RemoteCall, SentRows
+from attention_worker.remote_call import RemoteCall
 from expertmesh.model_config import DtypeName
 from expertmesh.wire import WIRE_CODES
 from expertmesh.wire_encode import CallId

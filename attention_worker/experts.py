@@ -14,11 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attention_worker.calls import Batch, Progress
+from attention_worker.dropped_experts import DroppedExperts
 from attention_worker.exchange import Dispatch, Exchange, NoExchange
 from attention_worker.expert_routes import Routes, warm_up_choice
 from attention_worker.expert_stream import DEFAULT_ROW_CREDITS, ExpertStream
 from attention_worker.probes import Prober
-from attention_worker.remote_call import Batch, Common, Progress, RemoteCall
+from attention_worker.remote_call import Common, RemoteCall
 from expert_worker.store import ExpertStore
 from expertmesh.model_config import Activation, DtypeName, ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
@@ -138,6 +140,7 @@ class RemoteExperts:
         dtype: Of hidden states and outputs.
         wire_dtype: How hidden states travel; by default as they are.
         device: Where hidden states are.
+        allow_degraded: Whether experts without any copy are left out.
     """
 
     def __init__(
@@ -147,6 +150,8 @@ class RemoteExperts:
         dtype: DtypeName,
         wire_dtype: WireDtype | None = None,
         device: str = "cpu",
+        *,
+        allow_degraded: bool = False,
     ) -> None:
         self._config = config
         self._fingerprint = fingerprint64(model_fingerprint)
@@ -154,7 +159,7 @@ class RemoteExperts:
         self._wire_dtype: WireDtype = wire_dtype or dtype
         self._own_id = incarnation()  # stands in for the gateway's until a map names that
         self._lock = threading.Lock()
-        self._common = Common()
+        self._common = Common(dropped=DroppedExperts(allow_degraded))
         self._routes = Routes(ExpertMap.empty(config))
         self._pinned = self._routes
         self._retired: list[ExpertStream] = []
@@ -245,6 +250,7 @@ class RemoteExperts:
             gateway: Incarnation of the gateway whose map it is.
         """
         expert_map.prepare()
+        self._common.dropped.forget()
         with self._lock:
             if self._closed:
                 return
@@ -264,6 +270,10 @@ class RemoteExperts:
         with self._lock:
             streams = [*self._routes.streams, *self._retired]
         return [seen for stream in streams if (seen := stream.observe()) is not None]
+
+    def take_dropped(self) -> int:
+        """See MapUser."""
+        return self._common.dropped.take()
 
     @property
     def num_late_replies(self) -> int:

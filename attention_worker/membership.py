@@ -34,6 +34,10 @@ class MapUser(Protocol):
         """News of expert workers since the last call; may be empty."""
         ...
 
+    def take_dropped(self) -> int:
+        """(row, expert) pairs left out since the last call, as nobody had the expert."""
+        ...
+
 
 class NoMapUser:
     """The colocated mode: maps are taken and not used."""
@@ -44,6 +48,10 @@ class NoMapUser:
     def observations(self) -> Sequence[pb.ExpertObservation]:
         """Nothing to observe."""
         return ()
+
+    def take_dropped(self) -> int:
+        """Nothing is left out."""
+        return 0
 
 
 class MembershipStream:
@@ -76,9 +84,11 @@ class MembershipStream:
         )
         reader.start()
         while not self._ended.wait(OBSERVATION_INTERVAL_S):
-            observations = self._user.observations()
-            if observations:
-                yield pb.MembershipResponse(epoch=self._epoch, observations=observations)
+            observations, num_dropped = self._user.observations(), self._user.take_dropped()
+            if observations or num_dropped:
+                yield pb.MembershipResponse(
+                    epoch=self._epoch, observations=observations, num_dropped_pairs=num_dropped
+                )
         if self._refused:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, self._refused)
 

@@ -15,32 +15,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attention_worker.call_times import CallTimes, HedgeBudget, size_class
-from attention_worker.calls import Call, Outcome, Unfinished
+from attention_worker.calls import Batch, Call, Outcome, Progress
+from attention_worker.dropped_experts import DroppedExperts, without
 from attention_worker.expert_routes import Assignment, Routes
 from attention_worker.outcomes import Outcomes, Waiting
 from attention_worker.row_writer import row_writer
 from expertmesh.errors import WireError
-from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.wire import WireDtype
-from expertmesh.wire_encode import CallId, CallTarget, RequestFrame
+from expertmesh.wire_encode import CallTarget, RequestFrame
 from expertmesh.wire_forward import broken_outputs, view_outputs
 from expertmesh_kernels.combine import combine
 from expertmesh_kernels.cpu.exchange_words import FIRST_TRY_SHARE
 from expertmesh_kernels.dispatch import (
-    Bits,
-    Bools,
     WorkerRows,
     as_bits,
     empty_bits,
     plan_dispatch,
     scatter_rows,
 )
-from expertmesh_kernels.router import Routing
 
 _LATE = "no answer in time"
 # Answers that are about the call or the moment, and say nothing against who gives them.
@@ -62,48 +59,6 @@ _FINAL_CODES = frozenset(
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What is dispatched: one micro-batch of one layer."""
-
-    call_id: CallId
-    """Identity of the first try."""
-    hidden_TH: Tensor
-    routing: Routing
-    num_generated_rows: int
-    dtype: DtypeName
-    """Of the hidden states and of the outputs."""
-    wire_dtype: WireDtype
-    """How hidden states travel."""
-    model_fingerprint: int
-    deadline_s: float
-    """On the monotonic clock."""
-
-
-@dataclass(frozen=True)
-class SentRows:
-    """A part of a dispatch that compiled code sent, and that is not answered."""
-
-    rows: WorkerRows
-    sent_s: float
-    limit_s: float
-    """When it is late; both on the monotonic clock."""
-    size_class: int
-    left: Unfinished
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What compiled code made of a dispatch before it could not go on."""
-
-    outputs_SH: Bits
-    """With what came so far."""
-    broken_T: Bools
-    """True for rows that are not finite."""
-    busy_s: float
-    sent: Sequence[SentRows]
-
-
-@dataclass(frozen=True)
 class Common:
     """What all dispatches of a client share."""
 
@@ -113,6 +68,7 @@ class Common:
     """Where the model thread waits."""
     unfinished: set[RemoteCall] = field(default_factory=set)
     """Dispatches that have no result yet, and have not failed."""
+    dropped: DroppedExperts = field(default_factory=DroppedExperts)
 
 
 class RemoteCall:
@@ -137,6 +93,7 @@ class RemoteCall:
         self.busy_s = 0.0
         """Time that the slowest expert worker computed, as far as replies came."""
         self._tried: dict[int, set[int]] = {}  # expert to the expert workers that failed it
+        self._dropped: set[int] = set()  # experts that the result goes without
         num_rows, self._hidden_size = batch.hidden_TH.shape
         hidden_TH = batch.hidden_TH.detach().cpu().contiguous()
         self._write_rows = row_writer(hidden_TH, batch.wire_dtype)
@@ -154,7 +111,7 @@ class RemoteCall:
         """
         rows_E = self._batch.routing.counts_E
         assignment, missing = self._routes.choose(self._layer, rows_E, self._tried)
-        if missing:
+        if missing and not self._drop(missing, rows_E):
             raise self._routes.unavailable(self._layer, missing)
         self._send(assignment)
 
@@ -189,9 +146,13 @@ class RemoteCall:
                 self._next()
         finally:
             self.drop()
-        hidden_TH = self._batch.hidden_TH
+        hidden_TH, routing = self._batch.hidden_TH, self._batch.routing
+        weights_TK = routing.topk_weights_TK
+        if self._dropped:
+            is_out_TK, weights_TK = without(routing.topk_ids_TK, weights_TK, self._dropped)
+            self._outputs_SH[is_out_TK.ravel()] = 0
         outputs_SH = torch.from_numpy(self._outputs_SH).view(hidden_TH.dtype).to(hidden_TH.device)
-        combined_TH = combine(outputs_SH, self._batch.routing.topk_weights_TK)
+        combined_TH = combine(outputs_SH, weights_TK)
         if self._has_broken_rows:
             combined_TH[torch.from_numpy(self._broken_T)] = torch.nan
         return combined_TH
@@ -349,17 +310,21 @@ class RemoteCall:
         if self._may_come(call):
             return
         experts: Sequence[int] | None = np.unique(call.rows.expert_ids_N).tolist()
-        if time.monotonic() < self._batch.deadline_s:
+        in_time = time.monotonic() < self._batch.deadline_s
+        if in_time:
             experts = self._ask_others(call)
         if experts is None:
             self._routes.streams[call.rows.worker].observed.count_retry()
         elif not self._is_part_of_open(call):
+            if in_time and self._drop(experts, self._rows_E(call)):
+                return self._retry(call, reason)
             detail = f"{self._routes.name(call.rows.worker)}: {reason}"
             raise self._routes.unavailable(self._layer, experts, detail)
+        return None
 
     def _ask_others(self, call: Call) -> Sequence[int] | None:
         """Sends the rows of a call to other copies; nothing, if experts have none: those."""
-        rows_E = np.bincount(call.rows.expert_ids_N, minlength=len(self._batch.routing.counts_E))
+        rows_E = self._rows_E(call)
         for expert in np.flatnonzero(rows_E).tolist():
             self._tried.setdefault(expert, set()).add(call.rows.worker)
         assignment, missing = self._routes.choose(self._layer, rows_E, self._tried)
@@ -368,7 +333,23 @@ class RemoteCall:
         for part in self._parts.pop(call, ()):
             self._let_go(part)
         self._parts[call] = set(self._send(assignment, call))
+        if not self._parts[call]:
+            self._settle(call)
         return None
+
+    def _rows_E(self, call: Call) -> npt.NDArray[np.int64]:
+        """Rows of each expert in a call, but for those that were dropped."""
+        rows_E = np.bincount(call.rows.expert_ids_N, minlength=len(self._batch.routing.counts_E))
+        rows_E[list(self._dropped)] = 0
+        return rows_E
+
+    def _drop(self, experts: Sequence[int], rows_E: npt.NDArray[np.int64]) -> bool:
+        """Goes on without these experts, if that is allowed."""
+        if not self._common.dropped.allowed:
+            return False
+        self._dropped.update(experts)
+        self._common.dropped.drop(self._layer, experts, int(rows_E[experts].sum()))
+        return True
 
     def _may_come(self, call: Call) -> bool:
         """True if the rows of a call may still come, from itself or from its parts."""

@@ -155,7 +155,8 @@ def _experts(
     config, fingerprint = checkpoint.config, checkpoint.fingerprint
     if not settings.colocated:
         how = _wire_dtype(settings, dtype), settings.device
-        remote = RemoteExperts(config, fingerprint, dtype, *how)
+        degraded = settings.allow_degraded
+        remote = RemoteExperts(config, fingerprint, dtype, *how, allow_degraded=degraded)
         remote.warm_up()
         return remote, remote, ZeroExperts(config, fingerprint, dtype, *how)
     store = ExpertStore(checkpoint, dtype, settings.device, expert_dtype=settings.expert_dtype)

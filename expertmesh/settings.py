@@ -215,6 +215,9 @@ class MeshOptions(Settings):
     overlap: bool = True
     """A step may be computed as two micro-batches in turn, while measured times say that it pays;
     `serve` does without for expert workers of its own, which compute on the same cores."""
+    allow_degraded: bool = False
+    """Experts that nobody holds are left out, and results are other ones then; by default requests
+    wait for them. Counted in moe_dropped_pairs_total."""
     pin_cores: bool = True
     """Workers of one kind stay on cores of their own, so that they never wait for each other's
     threads; not done where a cgroup limits the time of the cores."""
@@ -361,6 +364,8 @@ class AttentionWorkerSettings(Settings):
     """How hidden states travel to expert workers; see `MeshSettings`."""
     overlap: bool = True
     """A step may be two micro-batches in turn; see `MeshSettings`."""
+    allow_degraded: bool = False
+    """Experts that nobody holds are left out; see `MeshSettings`."""
     threads: int | None = None
     """Threads of the kernels; by default one for each core that the process may use."""
     cores: str = ""

@@ -213,6 +213,7 @@ class EngineCollector(_ReadWhenScraped):
             "num_preemptions": ("Requests computed again for lack of KV", stats.num_preemptions),
             "prefix_cache_queries": ("Prompt tokens looked up", stats.num_prefix_queried),
             "prefix_cache_hits": ("Prompt tokens found", stats.num_prefix_hit),
+            "dropped_pairs": ("(row, expert) pairs left out, degraded", stats.num_dropped_pairs),
             "spec_decode_num_draft_tokens": ("Drafts verified", stats.num_drafts_verified),
             "spec_decode_num_accepted_tokens": ("Drafts accepted", stats.num_drafts_accepted),
         }

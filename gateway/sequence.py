@@ -183,6 +183,8 @@ class EngineStats:
     sampling_us: int = 0
     """Part of it from the last layer's output to tokens."""
     dispatch: tuple[DispatchStats, ...] = ()
+    num_dropped_pairs: int = 0
+    """(row, expert) pairs left out, as nobody had the expert and that is allowed."""
 
     @property
     def kv_cache_usage(self) -> float:

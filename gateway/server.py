@@ -210,6 +210,7 @@ class Gateway:
             served,
             checkpoint.config,
             colocated=self._colocated(checkpoint),
+            allow_degraded=self._settings.mesh.allow_degraded,
         )
         membership.subscribe(self._use_map)
         return membership
@@ -230,6 +231,7 @@ class Gateway:
             colocated=self._colocated(checkpoint),
             wire_dtype=self._settings.mesh.wire_dtype,
             overlap=self._settings.mesh.overlap,
+            allow_degraded=self._settings.mesh.allow_degraded,
             engine=self._settings.engine,
             log=self._settings.log,
         )
@@ -264,7 +266,9 @@ class Gateway:
             )
             for index, client in enumerate(self.attention)
         ]
-        self._engine = engine = EnginePool(engines, self._dispatch.snapshot)
+        self._engine = engine = EnginePool(
+            engines, self._dispatch.snapshot, self._dispatch.num_dropped_pairs
+        )
         engine.start()
         metrics.watch(engine.stats, self.mesh)
         registry.register(PlacementCollector(self._placement.report))

@@ -190,7 +190,7 @@ class GenerationFrontend:
         if not self.accepting:
             raise StoppingError()
         mesh = self.mesh()
-        if mesh.uncovered:
+        if mesh.uncovered and not mesh.ready:
             raise ExpertUnavailableError(missing_pairs(dict(mesh.uncovered)))
 
     def open(self, prompts: Sequence[Prompt]) -> GenerationStream:

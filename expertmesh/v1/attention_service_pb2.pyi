@@ -351,9 +351,11 @@ class ExpertObservation(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., calls: _Optional[int] = ..., faults: _Optional[int] = ..., rows_out: _Optional[int] = ..., rows_back: _Optional[int] = ..., bytes_out: _Optional[int] = ..., bytes_back: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., last_fault: _Optional[str] = ..., hedges: _Optional[int] = ..., retries: _Optional[int] = ..., late_replies: _Optional[int] = ..., ejections: _Optional[int] = ...) -> None: ...
 
 class MembershipResponse(_message.Message):
-    __slots__ = ("epoch", "observations")
+    __slots__ = ("epoch", "observations", "num_dropped_pairs")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OBSERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     observations: _containers.RepeatedCompositeFieldContainer[ExpertObservation]
-    def __init__(self, epoch: _Optional[int] = ..., observations: _Optional[_Iterable[_Union[ExpertObservation, _Mapping]]] = ...) -> None: ...
+    num_dropped_pairs: int
+    def __init__(self, epoch: _Optional[int] = ..., observations: _Optional[_Iterable[_Union[ExpertObservation, _Mapping]]] = ..., num_dropped_pairs: _Optional[int] = ...) -> None: ...

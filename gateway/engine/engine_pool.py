@@ -23,15 +23,17 @@ class EnginePool:
     Args:
         engines: At least one; they serve the same model with the same limits.
         dispatch: Gives totals of the calls to expert workers, for `stats`.
+        dropped: Gives the total of (row, expert) pairs that were left out, likewise.
     """
 
     def __init__(
         self,
         engines: Sequence[Engine],
         dispatch: Callable[[], tuple[DispatchStats, ...]] = tuple,
+        dropped: Callable[[], int] = int,
     ) -> None:
         self._engines = tuple(engines)
-        self._dispatch = dispatch
+        self._dispatch, self._dropped = dispatch, dropped
         self._lock = threading.Lock()
         self._placement = RequestPlacement(len(engines), engines[0].limits.kv_block_size)
         self._place_of: dict[str, Place] = {}
@@ -88,6 +90,7 @@ class EnginePool:
         total = EngineStats(alive=all(part.alive for part in parts), dispatch=self._dispatch())
         counts = [field.name for field in dataclasses.fields(EngineStats) if field.type == "int"]
         sums = {name: sum(getattr(part, name) for part in parts) for name in counts}
+        sums["num_dropped_pairs"] = self._dropped()
         return dataclasses.replace(total, **sums)
 
     @property

@@ -15,10 +15,12 @@ class DispatchTotals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals: dict[str, DispatchStats] = {}
+        self._num_dropped_pairs = 0
 
     def add(self, response: pb.MembershipResponse) -> None:
         """Adds observations; each is what happened since the one before."""
         with self._lock:
+            self._num_dropped_pairs += response.num_dropped_pairs
             for seen in response.observations:
                 old = self._totals.get(seen.worker_id, DispatchStats(seen.worker_id))
                 self._totals[seen.worker_id] = _sum(old, seen)
@@ -27,6 +29,10 @@ class DispatchTotals:
         """Totals so far, by id of the expert worker."""
         with self._lock:
             return tuple(self._totals[name] for name in sorted(self._totals))
+
+    def num_dropped_pairs(self) -> int:
+        """(row, expert) pairs left out so far, as nobody had the expert."""
+        return self._num_dropped_pairs
 
 
 def _sum(old: DispatchStats, seen: pb.ExpertObservation) -> DispatchStats:

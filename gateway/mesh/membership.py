@@ -82,6 +82,7 @@ class Membership:
         served: What they must serve.
         config: Which experts there are.
         colocated: The experts are in the attention worker; no expert worker is needed.
+        allow_degraded: Requests are served without the experts that nobody holds.
         heartbeat_s: Longest time between two snapshots of an expert worker.
     """
 
@@ -92,12 +93,14 @@ class Membership:
         config: ModelConfig,
         *,
         colocated: bool = False,
+        allow_degraded: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._discovery = discovery
         self._served = served
         self._config = config
         self._colocated = colocated
+        self._allow_degraded = allow_degraded
         self._heartbeat_s = heartbeat_s
         self._members: dict[str, _Member] = {}
         self._listeners: list[MapListener] = []
@@ -278,7 +281,10 @@ class Membership:
     def _make_status(self) -> MeshStatus:
         statuses = tuple(self._members[address].status for address in sorted(self._members))
         uncovered = {} if self._colocated else self._map.uncovered()
-        return MeshStatus(self._map.epoch, statuses, uncovered, ready=not uncovered)
+        degraded = bool(uncovered) and self._allow_degraded and self._map.num_covered > 0
+        message = "degraded: experts that nobody holds are left out" if degraded else ""
+        ready = degraded or not uncovered
+        return MeshStatus(self._map.epoch, statuses, uncovered, ready, message)
 
 
 def _log_status(status: ExpertWorkerStatus) -> None:

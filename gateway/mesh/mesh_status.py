@@ -42,4 +42,4 @@ class MeshStatus:
     ready: bool = True
     """Requests can be served."""
     message: str = ""
-    """Why not, where the expert workers are not the reason."""
+    """Why not, where the expert workers are not the reason; or at what cost."""

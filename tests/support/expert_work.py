@@ -77,12 +77,14 @@ def remote(
     dtype: DtypeName = "float32",
     *,
     direct: bool = False,
+    allow_degraded: bool = False,
 ) -> Iterator[RemoteExperts]:
     """A client of these expert workers, in its first step.
 
     With `direct` it has a direct connection to each of them, so dispatches go the ordinary way.
     """
-    experts = RemoteExperts(checkpoint.config, checkpoint.fingerprint, dtype)
+    config, fingerprint = checkpoint.config, checkpoint.fingerprint
+    experts = RemoteExperts(config, fingerprint, dtype, allow_degraded=allow_degraded)
     experts.warm_up()  # deadlines do not count on compiling
     try:
         experts.update_map(map_of(checkpoint, entries), gateway=77)

@@ -184,6 +184,7 @@ async def test_metrics(gateway: Gateway, session: aiohttp.ClientSession) -> None
         kv_blocks_total=20,
         request_slots_used=2,
         request_slots_total=8,
+        num_dropped_pairs=6,
         dispatch=(DispatchStats("w0", calls=4, bytes_out=100, hedges=3, ejections=2, rows_out=7),),
     )
     request = GenerationRequest("r", (1, 2, 3), SamplingParams(max_tokens=2), print, 0.0)
@@ -209,6 +210,7 @@ async def test_metrics(gateway: Gateway, session: aiohttp.ClientSession) -> None
         f"moe_e2e_request_latency_seconds_sum{model} 0.3",
         'moe_dispatch_bytes_total{direction="out",worker="w0"} 100.0',
         'moe_dispatch_hedges_total{worker="w0"} 3.0',
+        f"moe_dropped_pairs_total{model} 6.0",
         'moe_dispatch_retries_total{worker="w0"} 0.0',
         'moe_dispatch_ejections_total{worker="w0"} 2.0',
         'moe_workers{state="unreachable"} 1.0',

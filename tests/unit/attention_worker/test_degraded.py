@@ -1,0 +1,77 @@
+"""The degraded mode: experts that nobody holds are left out where that is allowed, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+
+from attention_worker.dropped_experts import without
+from expertmesh.checkpoint import Checkpoint
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh_kernels.router import Routing
+from tests.conftest import Models
+from tests.support.expert_servers import faulty_server, loaded_store
+from tests.support.expert_work import NUM_EXPERTS, Work, local, remote, right, work
+from tests.support.tiny_checkpoints import MIXTRAL
+
+TODO = work(40)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models: Models) -> Checkpoint:
+    """A tiny Mixtral: 3 layers, 8 experts, top-2."""
+    return Checkpoint.open(models.tiny(MIXTRAL))
+
+
+@pytest.fixture(params=[False, True], ids=["grpc", "direct"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    """Whether expert workers offer direct connections."""
+    return bool(request.param)
+
+
+def expected(checkpoint: Checkpoint, missing: set[int]) -> torch.Tensor:
+    """The result without some experts, with those in this process."""
+    routing = TODO.routing
+    is_out_TK, weights_TK = without(routing.topk_ids_TK, routing.topk_weights_TK, missing)
+    assert is_out_TK.any(axis=1).sum() > is_out_TK.all(axis=1).sum() > 0
+    assert np.allclose(
+        weights_TK.sum(axis=1)[~is_out_TK.all(axis=1)],
+        routing.topk_weights_TK.sum(axis=1)[~is_out_TK.all(axis=1)],
+    )
+    reduced = Routing.of(routing.topk_ids_TK, weights_TK, NUM_EXPERTS)
+    return Work(TODO.h_TH, reduced).run(local(checkpoint))
+
+
+def test_what_nobody_holds_is_left_out(checkpoint: Checkpoint, direct: bool) -> None:
+    """Weights of the others are raised to the same sum; a row without any gets zeros."""
+    missing = {0, 1, 2, 3}
+    num_pairs = int(np.isin(TODO.routing.topk_ids_TK, list(missing)).sum())
+    store = loaded_store(checkpoint, "float32", "4-7")
+    with (
+        faulty_server(store, right, direct=direct) as server,
+        remote(checkpoint, [server.entry], direct=direct, allow_degraded=True) as there,
+    ):
+        assert torch.equal(expected(checkpoint, missing), TODO.run(there))
+        assert (there.take_dropped(), there.take_dropped()) == (num_pairs, 0)
+
+
+def test_what_is_lost_on_the_way_is_left_out(checkpoint: Checkpoint, direct: bool) -> None:
+    """The last copy says no: the rows go without it, and with what others answered."""
+
+    def refuse(
+        request: pb.ForwardRequest, reply: pb.ForwardResponse
+    ) -> Iterable[pb.ForwardResponse]:
+        reply.error.code = pb.ForwardError.CODE_EXPERT_NOT_RESIDENT
+        return [reply]
+
+    low, high = (loaded_store(checkpoint, "float32", part) for part in ("0-3", "4-7"))
+    with (
+        faulty_server(low, refuse, "a", direct=direct) as a,
+        faulty_server(high, right, "b", direct=direct) as b,
+        remote(checkpoint, [a.entry, b.entry], direct=direct, allow_degraded=True) as there,
+    ):
+        assert torch.equal(expected(checkpoint, {0, 1, 2, 3}), TODO.run(there))
+        assert there.take_dropped() > 0
