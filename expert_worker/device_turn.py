@@ -15,6 +15,7 @@ import numpy as np
 from expertmesh_kernels.cpu.words import add, give_back, take
 
 _WORDS_APART = 8  # a cache line
+_PATIENCE_S = 0.1  # for a gap between two compiled calls
 
 
 class Turn(Protocol):
@@ -68,14 +69,18 @@ class DeviceTurn:
 
     @contextmanager
     def held(self, timeout_s: float) -> Iterator[bool]:
-        """A context that has it, unless the value is False: time was over."""
-        self.want(1)
-        try:
+        """A context that has it, unless the value is False: time was over.
+
+        For work that can wait: it takes the device between two compiled calls, and sends these out
+        of its way only if they leave no gap.
+        """
+        is_held = self.take(min(_PATIENCE_S, timeout_s))
+        if not is_held:
+            self.want(1)
             is_held = self.take(timeout_s)
-            try:
-                yield is_held
-            finally:
-                if is_held:
-                    self.give_back()
-        finally:
             self.want(-1)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                self.give_back()

@@ -1,15 +1,18 @@
 """Loading and unloading of experts while calls go on.
 
-Threads: `expert-loader` (one, so that the disk is read in order) and `expert-unloader` (two) work
-through jobs and put progress into the job's queue, whose reader is the RPC's handler. A job goes
-on when its client has left. Both end with `stop`.
+Threads: `expert-loader` (one, so that the disk is read in order, and behind all other threads for
+the cores) and `expert-unloader` (two) work through jobs and put progress into the job's queue,
+whose reader is the RPC's handler. A job goes on when its client has left. Both end with `stop`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +30,8 @@ MAX_RETIRE_MS = 60_000
 _MAX_JOBS = 16
 _UNUSED_TIMEOUT_S = 30.0  # for the calls that use an expert when it is freed
 _POLL_S = 0.5
+_TIDY_EVERY_S = 5.0
+_LOADER_NICENESS = 10  # a tenth of a core that others want; less, and it would keep Python's lock
 
 ExpertIds = Sequence[tuple[int, int]]
 Event = tuple[int, int, pb.ExpertState, str]
@@ -44,10 +49,11 @@ class Maintenance:
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._store = state.store
-        self._loader = ThreadPoolExecutor(1, "expert-loader")
+        self._loader = ThreadPoolExecutor(1, "expert-loader", _stay_behind)
         self._unloader = ThreadPoolExecutor(2, "expert-unloader")
         self._lock = threading.Lock()
         self._leader_token = 0
+        self._tidy_at_s = 0.0  # on the monotonic clock
         self._num_jobs = 0
 
     def authorise(self, incarnation: int, leader_token: int) -> None:
@@ -111,10 +117,17 @@ class Maintenance:
         except Exception:
             logger.exception("a job of the expert store failed")
         finally:
-            give_back_freed_memory()
+            self._tidy()
             with self._lock:
                 self._num_jobs -= 1
             events.put(None)
+
+    def _tidy(self) -> None:
+        """Gives memory back, now and then: it holds up whoever allocates meanwhile."""
+        now_s = time.monotonic()
+        if now_s >= self._tidy_at_s:
+            self._tidy_at_s = now_s + _TIDY_EVERY_S
+            give_back_freed_memory()
 
     def _progress(self, events: Events) -> Iterator[Event]:
         while not self._state.stopping:
@@ -153,6 +166,12 @@ class Maintenance:
         for layer, expert in retired:
             error = _attempt(partial(self._store.unload, layer, expert, _UNUSED_TIMEOUT_S))
             events.put(_outcome(layer, expert, pb.EXPERT_STATE_UNLOADED, error))
+
+
+def _stay_behind() -> None:
+    """The calling thread has a core when others leave it one, where threads have priorities."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOADER_NICENESS)
 
 
 def _attempt(change: Callable[[], object]) -> str | None:

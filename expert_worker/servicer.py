@@ -23,7 +23,7 @@ from expert_worker.device_queue import StepAges
 from expert_worker.direct_server import DirectOffers
 from expert_worker.maintenance import Event, Maintenance
 from expert_worker.row_reader import read_rows
-from expert_worker.state import WorkerState, elapsed_us, time_left_deadline
+from expert_worker.state import WorkerState, elapsed_us, remaining, time_left_deadline
 from expertmesh.errors import ExpertUnavailableError, WireError
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, WireDtype, invalid, wire_dtypes
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_LIMITS_MS = (50, 60_000)
+_SNAPSHOT_PAUSE_S = 0.02  # so that many changes, as experts are loaded, take little time
 _MAX_DRAIN_MS = 600_000
 _DRAIN_REPORT_S = 0.2
 _STATUS_OF_CODE = {
@@ -196,7 +197,7 @@ class ExpertServicer:
     def watch(
         self, received: Received[pb.WatchRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.WatchResponse]:
-        """A snapshot at once, after every change, and as a heartbeat."""
+        """A snapshot at once, after changes, and as a heartbeat."""
         request = _parsed(received, context)
         hands_over = request.hands_over
         if not self._state.open_watch(self._max_streams, hands_over=hands_over):
@@ -214,10 +215,12 @@ class ExpertServicer:
     def _snapshots(
         self, heartbeat_s: float, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchResponse]:
-        version = -1
+        version, told_s = -1, 0.0
         while context.is_active():
             # The version comes first: a change during the snapshot causes another one.
             version = self._state.wait_change(version, heartbeat_s, context.is_active)
+            self._state.wait_stop(remaining(told_s + _SNAPSHOT_PAUSE_S))
+            told_s = time.monotonic()
             is_last = self._state.stopping
             yield self._state.snapshot()
             if is_last:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 
@@ -30,6 +31,8 @@ from expertmesh_kernels.self_test import experts_fingerprint
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 5.0
+_SWITCH_INTERVAL_S = 0.0005
+"""A thread that loads experts keeps Python's lock no longer while a call wants it."""
 
 
 class ExpertWorker:
@@ -54,6 +57,7 @@ class ExpertWorker:
         metrics_port: int | None = None,
         on_drain: Callable[[], None] = lambda: None,
     ) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
         start_team(threads_of_environment() or 1)
         self._settings = settings

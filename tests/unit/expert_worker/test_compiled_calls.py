@@ -287,6 +287,21 @@ def test_experts_that_come_and_go(server: ExpertServer) -> None:
         assert timeless(ask(opened, message)) == expected
 
 
+def test_an_expert_that_comes_waits_for_no_call(
+    server: ExpertServer, unusual: list[pb.ForwardRequest]
+) -> None:
+    """It is loaded while the device computes, and compiled code finds it."""
+    message = request(server)
+    message.expert_ids = np.array([0, 5, 1], np.uint32).tobytes()
+    with ThreadPoolExecutor(1, "test-loader") as pool, busy_device(server):
+        pool.submit(server.state.store.load, 1, 5).result(TIMEOUT_S)
+        assert 5 in server.state.store.residency()[1].resident
+    with connection_to(server) as opened:
+        reply = ask(opened, message.SerializeToString())
+    assert unusual == []
+    assert timeless(reply) == reply_of_python(server, message.SerializeToString())
+
+
 def test_hanging_up_ends_the_thread(server: ExpertServer) -> None:
     """Compiled code that waits for a call ends with its stream."""
     direct = [name for name in _names() if name.startswith("direct-")]

@@ -20,7 +20,7 @@ from tests.support.expert_wire import TIMEOUT_S, RawStream, busy_device, channel
 from tests.support.processes import poll
 
 E = pb.ForwardError
-LONG_S = 600.0
+LONG_S = 60.0
 """A grace that no test waits for."""
 
 
@@ -67,6 +67,10 @@ class Gateway:
         """Until it is told that a drain has begun."""
         poll(lambda: self.says.draining, timeout_s=TIMEOUT_S, what="a drain is announced")
 
+    def wait_end(self) -> None:
+        """Until its stream has ended."""
+        self._reader.result(TIMEOUT_S)
+
     def unload(self, server: ExpertServer, layers: tuple[int, ...] = (0, 1, 2)) -> None:
         """Moves the experts of these layers away."""
         message = pb.UnloadExpertsRequest(
@@ -110,10 +114,11 @@ def test_experts_are_handed_over(
         gateway.unload(server, (0, 2))
         assert answers(opened, server)
         assert not ended.done()
-        assert gateway.says.drain.experts_left == 4
+        poll(lambda: gateway.says.drain.experts_left == 4, timeout_s=TIMEOUT_S, what="it tells")
         assert 0 < gateway.says.drain.time_left_ms < LONG_S * 1000
         gateway.unload(server, (1,))
         ended.result(TIMEOUT_S)
+    gateway.wait_end()
     assert gateway.says.drain.experts_left == 0
 
 
@@ -140,6 +145,7 @@ def test_the_time_of_a_drain_is_bounded(
     """A gateway that promises to move experts and does not is waited for no longer."""
     gateway = Gateway(opened, pool, hands_over=True)
     pool.submit(server.stop, 0.5).result(TIMEOUT_S)
+    gateway.wait_end()
     assert gateway.says.drain.experts_left == 12
 
 

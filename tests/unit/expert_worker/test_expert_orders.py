@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -78,7 +79,7 @@ def test_watch_counts_the_pairs_of_each_expert(server: ExpertServer) -> None:
     """One number for each resident expert, of calls that Python and compiled code answered."""
     for answered_directly in (False, True):
         with channel(server) as opened:
-            before = next(iter(rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest())))
+            before = server.state.snapshot()
             message = request(server)
             if answered_directly:
                 with connection_to(server) as direct:
@@ -86,12 +87,27 @@ def test_watch_counts_the_pairs_of_each_expert(server: ExpertServer) -> None:
             else:
                 (reply,) = RawStream(opened, [message.SerializeToString()]).read()
                 assert reply.HasField("outputs")
-            after = next(iter(rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest())))
+            after = server.state.snapshot()
         chosen = Counter(np.frombuffer(message.expert_ids, "<u4").tolist())
         for old, new in zip(before.layers, after.layers, strict=True):
             added = [b - a for a, b in zip(old.pairs, new.pairs, strict=True)]
             here = new.layer == message.id.layer
             assert added == [chosen[expert] if here else 0 for expert in new.resident]
+
+
+def test_many_changes_make_few_snapshots(server: ExpertServer) -> None:
+    """As experts come one after the other, and the last snapshot has all of them."""
+    with channel(server) as opened:
+        watch = iter(rpc.ExpertServiceStub(opened).Watch(pb.WatchRequest(heartbeat_ms=60_000)))
+        began_s, first = time.monotonic(), next(watch)
+        for expert in (4, 5, 6, 7):
+            for layer in (0, 1, 2):
+                server.state.store.load(layer, expert)
+        last = first
+        while last.capacity.used_expert_slots < 24:
+            last = next(watch)
+    most = (time.monotonic() - began_s) / 0.02 + 2
+    assert last.sequence - first.sequence <= most
 
 
 def test_watch_has_a_heartbeat(server: ExpertServer) -> None:
@@ -247,11 +263,13 @@ def test_unload_has_two_phases(server: ExpertServer) -> None:
 def test_loading_does_not_block_calls(
     server: ExpertServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls are answered while an expert is being read."""
+    """Calls are answered while an expert is being read, in a thread that is behind theirs."""
+    priorities: list[int] = []
     gate, reading = threading.Event(), threading.Event()
     read = server.state.store.checkpoint.read_expert
 
     def slow_read(layer: int, expert: int) -> object:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         reading.set()
         gate.wait(TIMEOUT_S)
         return read(layer, expert)
@@ -266,6 +284,7 @@ def test_loading_does_not_block_calls(
         assert reply.HasField("outputs")
         gate.set()
         assert next(events).state == pb.EXPERT_STATE_RESIDENT
+    assert priorities[0] > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 Orders = Callable[[rpc.ExpertServiceStub], Iterable[object]]
