@@ -6,7 +6,7 @@ no lock is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -134,6 +134,6 @@ def expert_share(index: int, num_shares: int, num_experts: int) -> range:
     return range(first, last)
 
 
-def missing_pairs(uncovered: dict[int, Sequence[int]]) -> list[tuple[int, int]]:
+def missing_pairs(uncovered: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
     """Flattens `ExpertMap.uncovered()` to (layer, expert) pairs."""
     return [(layer, expert) for layer, experts in uncovered.items() for expert in experts]

@@ -30,7 +30,7 @@ from expertmesh.expert_plan import ExpertPlan, plan_experts
 from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
-from expertmesh.placement import ExpertMap
+from expertmesh.placement import ExpertMap, missing_pairs
 from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_home
 from expertmesh.wire import incarnation
 from gateway.admin_handlers import AdminAccess
@@ -131,8 +131,11 @@ class Gateway:
             )
         if not status.uncovered:
             return status
+        if not status.workers:
+            return dataclasses.replace(status, message=_NO_EXPERT_WORKERS)
         count = sum(len(experts) for experts in status.uncovered.values())
-        why = f"{count} experts have no usable copy" if status.workers else _NO_EXPERT_WORKERS
+        coming = self._placement.report().num_coming(missing_pairs(status.uncovered))
+        why = f"{count} experts have no usable copy" + (f", {coming} on their way" * bool(coming))
         return dataclasses.replace(status, message=why)
 
     def work_done(self) -> tuple[int, int]:

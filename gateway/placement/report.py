@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,11 @@ class PlacementReport:
         copies = self.num_copies()
         is_whole = len(copies) == self.experts.num_pairs
         return min(copies.values(), default=0) if is_whole else 0
+
+    def num_coming(self, keys: Collection[ExpertKey]) -> int:
+        """How many of some experts expert workers have been told to load."""
+        loads = (order for order in self.pending if order.kind == "load")
+        return len(set(keys) & {key for order in loads for key in order.experts})
 
     def moves(self) -> tuple[tuple[str, ExpertKey, str], ...]:
         """What the plan adds and takes away: `load` or `unload`, expert, worker."""

@@ -12,9 +12,9 @@ import pytest
 
 from tests.conftest import Models
 from tests.support.api import Json
-from tests.support.mesh import Server, expert_workers, gateway
+from tests.support.mesh import COMMAND, Server, expert_workers, gateway
 from tests.support.oracle import prompts
-from tests.support.processes import free_port, poll
+from tests.support.processes import Managed, free_port, poll
 from tests.support.tiny_checkpoints import MIXTRAL
 
 pytestmark = pytest.mark.alone
@@ -140,3 +140,22 @@ def test_the_only_copy_comes_back_elsewhere(
             assert tokens == expected_many
             report = wait_placed(server, 1, fewest_copies=1)
             assert report["workers"][0]["worker_id"] == second.state().worker_id
+
+
+def test_a_leader_that_is_killed_is_followed(
+    model_dir: Path, prompt: list[int], expected: tuple[int, ...]
+) -> None:
+    """kill -9 in the middle of the first loads: the other gateway goes on from what is there."""
+    with ExitStack() as stack:
+        workers = stack.enter_context(expert_workers(model_dir, ["none"] * 3))
+        addresses = [worker.address for worker in workers]
+        argv = [*COMMAND, "gateway", str(model_dir), "--dtype", "float32", "--port", "0"]
+        argv += ["--grpc-port", "0", "--experts", ",".join(addresses)]
+        with Managed(argv, name="leader") as leader:
+            poll(lambda: any(w.state().layers for w in workers), timeout_s=40, what="it leads")
+            leader.kill()
+        follower = stack.enter_context(led(model_dir, addresses))
+        report = wait_placed(follower, 3)
+        assert report["token"] == 2
+        assert report["num_copies"] == 2 * NUM_PAIRS
+        assert follower.api.complete(prompt, NUM_TOKENS).token_ids == expected
