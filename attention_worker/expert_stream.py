@@ -26,10 +26,10 @@ from google.protobuf.message import DecodeError
 from attention_worker.call_times import CallTimes
 from attention_worker.calls import Call, Outcome, Unfinished
 from attention_worker.direct_connection import DirectConnection, open_direct
+from attention_worker.forward_rpc import ForwardRpc, describe_failure, forward_rpc
 from attention_worker.link import Link
 from attention_worker.observed import Observed
 from attention_worker.trust import Trust
-from expertmesh.grpc_options import channel_options
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -43,7 +43,7 @@ DEFAULT_ROW_CREDITS = 4096  # of an expert worker that states none
 MAX_WAITING_CALLS = 64  # for row credits
 REFUSED_S = 2.0  # until it is asked again; a map without it comes sooner, if it meant what it said
 
-_FORWARD = "/expertmesh.v1.ExpertService/Forward"
+_LOST = "replies are lost"
 
 Outbox = queue.SimpleQueue[RequestFrame | None]  # bounded: row credits bound what is in flight
 
@@ -103,6 +103,9 @@ class ExpertStream:
         with self._lock:
             if not self.usable or not self._trust.wants_probe(now_s):
                 return False
+            if any(call.is_probe for call in self._waiting):
+                self._lose(_LOST)
+                return False
             if self._trust.num_probes == 1:
                 self.observed.count_ejection()
             return True
@@ -155,21 +158,22 @@ class ExpertStream:
                 self._lose(str(OSError(left.error, os.strerror(left.error))))
 
     def be_late(self, call: Call) -> None:
-        """This call is late, and others are asked instead; whose reply comes first is taken.
-
-        A call that never got credits shows that replies are lost: the stream starts over with all
-        of them.
-        """
+        """This call is late, and others may be asked instead."""
         with self._lock:
             self.link.close()
             self._trust.be_late(time.monotonic())
-            if call in self._waiting:
-                self._lose("replies are lost")
 
     def abandon(self, call: Call) -> None:
-        """Nobody waits for this call any more: a late reply only gives back its credits."""
-        call.abandoned = True
+        """Nobody waits for this late call any more: its reply only gives back its credits.
+
+        If it never got any in all its time, replies are lost, and the stream starts over.
+        """
         self.be_late(call)
+        with self._lock:
+            call.abandoned = True
+            never_sent = self._waiting.pop(call, None) is not None
+            if never_sent and time.monotonic() >= call.limit_s:
+                self._lose(_LOST)
 
     def forget(self, call: Call) -> None:
         """As `abandon`, for reasons that say nothing of the expert worker."""
@@ -313,14 +317,8 @@ class ExpertStream:
     # --- the stream's own thread ---
 
     def _run(self) -> None:
-        options = channel_options(self._max_message_bytes)
         backoff_s = MIN_BACKOFF_S
-        with grpc.insecure_channel(self.worker.address, options=options) as channel:
-            forward = channel.stream_stream(
-                _FORWARD,
-                request_serializer=_message_of,
-                response_deserializer=pb.ForwardResponse.FromString,
-            )
+        with forward_rpc(self.worker.address, self._max_message_bytes) as forward:
             while not self._closed.is_set():
                 was_up = self._serve(forward)
                 backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
@@ -328,9 +326,7 @@ class ExpertStream:
                     return
                 self._closed.wait(backoff_s)
 
-    def _serve(
-        self, forward: grpc.StreamStreamMultiCallable[RequestFrame, pb.ForwardResponse]
-    ) -> bool:
+    def _serve(self, forward: ForwardRpc) -> bool:
         """One stream from open to end; True if it was up."""
         was_up = False
         outbox = self._outbox
@@ -402,14 +398,3 @@ class ExpertStream:
             self._outbox = queue.SimpleQueue()
             self._be_down(reason)
             self._cut_reason = ""
-
-
-def _message_of(frame: RequestFrame) -> bytes:
-    return frame.message
-
-
-def describe_failure(error: grpc.RpcError) -> str:
-    """Status and details of a failed RPC, in one line."""
-    if not isinstance(error, grpc.Call):
-        return str(error) or "the stream failed"
-    return f"{error.code().name}: {' '.join((error.details() or '').split())[:200]}"

@@ -331,6 +331,18 @@ def test_deadline() -> None:
             assert 0.2 < request.time_left_us / 1e6 <= 0.3, "who is late may answer all the same"
 
 
+def test_who_did_not_run_takes_what_has_come() -> None:
+    """A reply that is there is not late, even if we look for it after the deadline."""
+    with bench(num_workers=1) as there:
+        sent = there.exchange.send(dispatch(4, "float32", timeout_s=0.01))
+        assert sent is not None
+        there.peers[0].sendall(reply_to(there.frame(0), "float32", 0, nothing)[0])
+        poll(
+            lambda: time.monotonic() > sent.dispatch.deadline_s, timeout_s=5.0, what="the deadline"
+        )
+        assert sent.result().shape == (4, HIDDEN)
+
+
 def test_what_is_not_as_usual_is_not_sent() -> None:
     """A link that is down, too few credits, an unknown layer, no rows: nothing leaves."""
     with bench() as there:

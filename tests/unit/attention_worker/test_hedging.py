@@ -232,6 +232,40 @@ def test_a_reply_that_is_lost_does_not_end_the_use(
         assert seen(there)["a"].ejections == 1
 
 
+def test_lost_replies_do_not_keep_credits(
+    checkpoint: Checkpoint, expected: torch.Tensor, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If even a probe waits for credits, the stream starts over with all of them."""
+    monkeypatch.setattr(trust, "FIRST_BACKOFF_S", 0.05)
+    lose = threading.Event()
+
+    def answer(
+        request: pb.ForwardRequest, reply: pb.ForwardResponse
+    ) -> Iterable[pb.ForwardResponse]:
+        reply.row_credits = request.hidden_states.shape[0]  # what this call had, and no more
+        return [] if lose.is_set() else [reply]
+
+    store = loaded_store(checkpoint, "float32")
+    with (
+        faulty_server(store, answer, "a", direct=direct) as a,
+        faulty_server(store, right, "b", direct=direct) as b,
+        remote(checkpoint, [a.entry, b.entry], direct=direct) as there,
+    ):
+        learn(there)
+        lose.set()
+        assert torch.equal(expected, TODO.run(there, timeout_s=60.0))
+        lose.clear()
+        before = count(a)
+
+        def is_asked() -> bool:
+            there.begin_step(there._step_id.step + 1)
+            assert torch.equal(expected, TODO.run(there))
+            return count(a) > before
+
+        poll(is_asked, timeout_s=TIMEOUT_S, what="it is asked again")
+        assert a.requests[before].id.attempt == 0, "no probe got there"
+
+
 def test_wrong_replies_eject_for_a_while(
     checkpoint: Checkpoint, expected: torch.Tensor, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
