@@ -31,8 +31,9 @@ NUM_EXPERTS, NUM_SOLE = 0, 1
 
 _MOST_TIMES = 64
 """As much as the quickest an expert costs elsewhere, at most."""
-_MOST_LOOKS = 2**13
-"""Pairs of experts looked at to spread rows: bounds the time, which is some ten microseconds."""
+_MOST_LOOKS, _LOOKS_PER_PAIR = 2**12, 4
+"""Pairs of experts looked at to spread rows, more where there are many rows: bounds the time, which
+is some ten microseconds when tokens are generated."""
 _MOST_ROWS = 256
 """Experts with so many rows or more are taken in the order of their numbers."""
 
@@ -98,7 +99,7 @@ def choose_copies(
         rows_W[best] += rows_E[expert]
     while _shift(by_rows, copies_ER, cost_W, worker_of_expert_E, load_W):
         pass
-    looks_left = int(np.int64(_MOST_LOOKS))  # a constant would be another type
+    looks_left = _MOST_LOOKS + _LOOKS_PER_PAIR * int(rows_E.sum())
     while looks_left > 0:
         looks_left = _spread_rows(
             rows_E, by_rows, copies_ER, cost_W, worker_of_expert_E, load_W, looks_left

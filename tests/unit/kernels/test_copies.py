@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from bench.copies import Shape, fewest, random_copies, zipf_rows
 from expertmesh_kernels.cpu.call_times import TYPICAL
 from expertmesh_kernels.cpu.copies import (
     LEAVING,
@@ -35,80 +36,41 @@ def choose(
     return worker_of_expert_E.tolist(), asked_W2.tolist()
 
 
-def fewest(rows_E: Ints, copies_ER: npt.NDArray[np.int32], num_workers: int) -> int:
-    """Fewest experts that the busiest expert worker can have, by augmenting paths."""
-    asked = np.flatnonzero(rows_E).tolist()
-    limit = -(-len(asked) // num_workers)
-    while not _fits(asked, copies_ER, limit):
-        limit += 1
-    return limit
-
-
-def _fits(asked: list[int], copies_ER: npt.NDArray[np.int32], limit: int) -> bool:
-    held: dict[int, list[int]] = {}
-
-    def place(expert: int, seen: set[int]) -> bool:
-        for worker in {*copies_ER[expert].tolist()} - seen:
-            seen.add(worker)
-            there = held.setdefault(worker, [])
-            if len(there) < limit:
-                there.append(expert)
-                return True
-            for index, other in enumerate(there):
-                if place(other, seen):
-                    there[index] = expert
-                    return True
-        return False
-
-    return all(place(expert, set()) for expert in asked)
-
-
-def zipf_rows(rng: np.random.Generator, num_rows: int, num_experts: int, top_k: int) -> Ints:
-    """Rows of each expert, where the n-th most popular is chosen with a share of 1 / n^1.2."""
-    share = 1 / np.arange(1, num_experts + 1) ** 1.2
-    share = rng.permutation(share / share.sum())
-    ids = [rng.choice(num_experts, top_k, replace=False, p=share) for _ in range(num_rows)]
-    return np.bincount(np.concatenate(ids), minlength=num_experts)
-
-
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "top_k", "num_workers", "num_copies"),
+    "shape",
     [
-        (1, 32, 4, 3, 2),
-        (64, 32, 4, 3, 2),
-        (64, 256, 8, 8, 2),
-        (64, 128, 8, 16, 3),
-        (4, 60, 4, 4, 4),
+        Shape(1, 32, 4, 3, 2),
+        Shape(64, 32, 4, 3, 2),
+        Shape(64, 256, 8, 8, 2),
+        Shape(64, 128, 8, 16, 3),
+        Shape(4, 60, 4, 4, 4),
     ],
 )
-def test_no_choice_has_fewer_experts_on_the_busiest_expert_worker(
-    num_rows: int, num_experts: int, top_k: int, num_workers: int, num_copies: int
-) -> None:
+def test_no_choice_has_fewer_experts_on_the_busiest_expert_worker(shape: Shape) -> None:
     """Under Zipf's routing and any placement it is the optimum, and the same each time."""
-    rng = np.random.default_rng(num_rows + num_experts)
-    cost_W = np.ones(num_workers, np.int64)
+    rng = np.random.default_rng(shape.num_rows + shape.num_experts)
+    cost_W = np.ones(shape.num_workers, np.int64)
     for _ in range(8):
-        rows_E = zipf_rows(rng, num_rows, num_experts, top_k)
-        holders = [rng.permutation(num_workers)[:num_copies] for _ in range(num_experts)]
-        copies_ER = np.array(holders, np.int32)
+        rows_E, copies_ER = zipf_rows(rng, shape), random_copies(rng, shape)
         chosen = choose(rows_E, copies_ER, cost_W)
         assert chosen is not None
         workers, asked = chosen
         assert chosen == choose(rows_E, copies_ER, cost_W)
         for expert, worker in enumerate(workers):
             assert worker in copies_ER[expert] if rows_E[expert] else worker == -1
-        counts = [workers.count(worker) for worker in range(num_workers)]
+        counts = [workers.count(worker) for worker in range(shape.num_workers)]
         assert [line[NUM_EXPERTS] for line in asked] == counts
-        assert [line[NUM_SOLE] for line in asked] == [0] * num_workers
-        assert max(counts) == fewest(rows_E, copies_ER, num_workers)
+        assert [line[NUM_SOLE] for line in asked] == [0] * shape.num_workers
+        wanted = np.flatnonzero(rows_E).tolist()
+        assert max(counts) == fewest(wanted, copies_ER, shape.num_workers)
 
 
 def test_rows_of_prompts_are_spread() -> None:
     """Where every expert is needed, rows are nearly as even as they can be."""
     rng = np.random.default_rng(3)
+    shape = Shape(256, 32, 4, 3, 2)
     for _ in range(20):
-        rows_E = zipf_rows(rng, 256, 32, 4)
-        copies_ER = np.array([rng.permutation(3)[:2] for _ in range(32)], np.int32)
+        rows_E, copies_ER = zipf_rows(rng, shape), random_copies(rng, shape)
         chosen = choose(rows_E, copies_ER, np.ones(3, np.int64))
         assert chosen is not None
         rows_W = np.bincount(chosen[0], rows_E, 3)
