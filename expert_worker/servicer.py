@@ -50,7 +50,7 @@ _STATUS_OF_CODE = {
     pb.ForwardError.CODE_INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
     pb.ForwardError.CODE_STALE_INCARNATION: grpc.StatusCode.FAILED_PRECONDITION,
     pb.ForwardError.CODE_RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    pb.ForwardError.CODE_DRAINING: grpc.StatusCode.UNAVAILABLE,
+    pb.ForwardError.CODE_DRAINING: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 

@@ -214,6 +214,7 @@ class Gateway:
             checkpoint.config,
             colocated=self._colocated(checkpoint),
             allow_degraded=self._settings.mesh.allow_degraded,
+            hands_over=self._settings.mesh.placement == "auto",
         )
         membership.subscribe(self._use_map)
         return membership

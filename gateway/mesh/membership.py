@@ -83,6 +83,7 @@ class Membership:
         config: Which experts there are.
         colocated: The experts are in the attention worker; no expert worker is needed.
         allow_degraded: Requests are served without the experts that nobody holds.
+        hands_over: A leader moves experts, so that expert workers that drain are to wait for it.
         heartbeat_s: Longest time between two snapshots of an expert worker.
     """
 
@@ -94,6 +95,7 @@ class Membership:
         *,
         colocated: bool = False,
         allow_degraded: bool = False,
+        hands_over: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._discovery = discovery
@@ -101,6 +103,7 @@ class Membership:
         self._config = config
         self._colocated = colocated
         self._allow_degraded = allow_degraded
+        self._hands_over = hands_over
         self._heartbeat_s = heartbeat_s
         self._members: dict[str, _Member] = {}
         self._listeners: list[MapListener] = []
@@ -187,7 +190,9 @@ class Membership:
         for address in addresses:
             if address in self._members:
                 continue
-            watcher = ExpertWatcher(address, self._heartbeat_s, self._report)
+            watcher = ExpertWatcher(
+                address, self._heartbeat_s, self._report, hands_over=self._hands_over
+            )
             state = ExpertWorkerState.UNREACHABLE
             report = WorkerReport(ExpertWorkerStatus("", address, state, "not reached yet"))
             self._members[address] = _Member(watcher, report, time.monotonic())

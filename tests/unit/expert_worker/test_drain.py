@@ -110,7 +110,7 @@ def test_experts_are_handed_over(
         load = pb.LoadExpertsRequest(incarnation=own, leader_token=1)
         with pytest.raises(grpc.RpcError, match="expert worker worker is draining") as refused:
             list(gateway.stub.LoadExperts(load, timeout=TIMEOUT_S))
-        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         gateway.unload(server, (0, 2))
         assert answers(opened, server)
         assert not ended.done()
