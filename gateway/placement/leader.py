@@ -27,6 +27,8 @@ _FIRST_BACK_OFF_S = 1.0
 _LONGEST_BACK_OFF_S = 60.0
 _DOUBT_S = 60.0
 """How long an order to unload may still be carried out after its connection was lost."""
+_REPLAN_S = 1.0
+"""How old a plan may be if nothing but what is resident has changed."""
 _Incarnation = tuple[str, int]
 """Worker id and incarnation."""
 
@@ -44,7 +46,16 @@ class _Seen:
     """What the present plan was made for."""
 
     workers: list[WorkerView] = field(default_factory=list)
+    planned_at_s: float = -float("inf")
     balanced_at_s: float = -float("inf")
+
+    def has_members_of(self, workers: Sequence[WorkerView]) -> bool:
+        """True if these workers differ in what is resident alone."""
+        return [_member(view) for view in workers] == [_member(view) for view in self.workers]
+
+
+def _member(view: WorkerView) -> WorkerView:
+    return replace(view, resident=frozenset(), retiring=frozenset(), fenced=False)
 
 
 class Leader:
@@ -166,12 +177,22 @@ class Leader:
     def _current_plan(self, views: list[WorkerView], load: ExpertLoad, now_s: float) -> Plan:
         seen = self._seen
         look_at_load = now_s - seen.balanced_at_s >= self._policy.balance_every_s
-        if self._plan is not None and not look_at_load and views == seen.workers:
-            return self._plan
+        if self._plan is not None and not look_at_load:
+            if views == seen.workers:
+                return self._plan
+            # Targets don't follow from what is resident, once they are made. So a plan that is
+            # being carried out is not made anew with each expert that is loaded.
+            if now_s - seen.planned_at_s < _REPLAN_S and seen.has_members_of(views):
+                self._plan = replace(self._plan, uncovered=self._uncovered(views))
+                return self._plan
         if look_at_load:
             self._load = load
             seen.balanced_at_s = now_s
-        seen.workers = views
+        seen.workers, seen.planned_at_s = views, now_s
         aim = None if self._plan is None else self._plan.target
         self._plan = plan(self._experts, views, self._load, self._policy, aim)
         return self._plan
+
+    def _uncovered(self, views: Sequence[WorkerView]) -> tuple[ExpertKey, ...]:
+        held = frozenset[ExpertKey]().union(*(v.resident for v in views if not v.absent))
+        return tuple(sorted(self._experts.keys() - held))

@@ -55,7 +55,8 @@ def plan(
     start_LEW = _start(experts, stay, aim)
     copies_LE = wanted_copies(load_LE, start_LEW.sum(axis=2), site.slots_W, policy)
     shared_LEW, room_LW = repaired(site, start_LEW, copies_LE)
-    target_LEW = _Balancer(site, load_LE, policy.gain).balanced(shared_LEW, room_LW)
+    balancer = _Balancer(site, load_LE, policy.gain)
+    target_LEW = balancer.balanced(shared_LEW, room_LW) if load.any() else shared_LEW
     return _plan(experts, workers, stay, _Stages(site, load_LE, start_LEW, shared_LEW, target_LEW))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from gateway.placement import leader as leader_module
 from gateway.placement.leader import Leader
-from gateway.placement.state import Order, PlacementPolicy, WorkerView
+from gateway.placement.plan import plan
+from gateway.placement.state import Order, PlacementPolicy, Plan, WorkerView
 from tests.support.placements import carried_out, copies_of, obeyed, some_experts, some_workers
 
 EXPERTS = some_experts()
@@ -33,7 +36,37 @@ def test_empty_workers_are_filled_and_then_left_alone() -> None:
     assert min(len(holders) for holders in copies_of(workers).values()) == 2
     assert leader.plan is not None
     assert workers == carried_out(workers, leader.plan.target)
+    assert leader.plan.uncovered == ()
+    assert leader.advance(workers, EXPERTS.no_load(), 1.5) == []
     assert leader.plan.why == ""
+
+
+def test_a_plan_is_not_made_anew_with_each_expert_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At most once a second, but at once when workers come, go or change; what lacks is told."""
+    made: list[float] = []
+    now_s = 0.0
+
+    def counted(*args: Any) -> Plan:
+        made.append(now_s)
+        return plan(*args)
+
+    monkeypatch.setattr(leader_module, "plan", counted)
+    leader = Leader(EXPERTS, PlacementPolicy(loads_at_a_time=1))
+    workers = some_workers(2, 16)
+    for tenths in range(15):
+        now_s = tenths / 10
+        orders = leader.advance(workers, EXPERTS.no_load(), now_s)
+        assert leader.plan is not None
+        assert set(leader.plan.uncovered) == EXPERTS.keys() - set(copies_of(workers))
+        workers = obeyed(workers, orders)
+        for order in orders:
+            leader.ended(order, (), now_s)
+    assert made == [0.0, 1.0]
+    now_s = 1.5
+    leader.advance([replace(workers[0], leaving=True), workers[1]], EXPERTS.no_load(), now_s)
+    assert made == [0.0, 1.0, 1.5]
 
 
 def test_a_lost_worker_is_given_time_to_come_back() -> None:
