@@ -6,7 +6,7 @@ mode directly. Shape letters: R rows, N pairs (row, expert), H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,6 +61,7 @@ class ExpertBackend:
         *,
         age_s: float = 0.0,
         deadline_s: float | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> ExpertOutputs:
         """Computes every pair, together with what waits for the same experts.
 
@@ -71,14 +72,18 @@ class ExpertBackend:
             expert_of_pair_N: Expert of each pair.
             age_s: When its step began, on the monotonic clock; the oldest is computed first.
             deadline_s: Latest time to start on the monotonic clock.
+            is_wanted: False once whoever called is gone: it is not computed then.
 
         Raises:
             ExpertUnavailableError: An expert is not resident.
             TimeoutError: The device was not free before the deadline.
+            ConnectionError: Whoever called was gone before it was computed.
         """
         with self.store.lease(layer) as experts:
             _check_resident(layer, expert_of_pair_N, experts)
-            job = Job(layer, experts, x_RH, row_of_pair_N, expert_of_pair_N, age_s, deadline_s)
+            job = Job(
+                layer, experts, x_RH, row_of_pair_N, expert_of_pair_N, age_s, deadline_s, is_wanted
+            )
             self._queue.run(job)
         assert job.outputs_NH is not None
         return ExpertOutputs(job.outputs_NH, job.started_s - job.entered_s, job.compute_s)

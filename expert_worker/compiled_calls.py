@@ -21,7 +21,7 @@ from expert_worker.direct_server import Answer
 from expert_worker.published_experts import PublishedExperts
 from expert_worker.servicer import ExpertServicer
 from expert_worker.state import WorkerState
-from expertmesh.direct import DirectConnectionError, send_parts
+from expertmesh.direct import DirectConnectionError, is_connected, send_parts
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import WIRE_CODES, WIRE_NUMPY, Received, receiver
 from expertmesh.wire_encode import LENGTH, Parts
@@ -122,7 +122,8 @@ class CompiledCalls:
             end = served.run()
             if end == UNUSUAL:
                 received = self._take_unusual(served)
-                send_parts(connection, answer(received))
+                wanted = replace(received, is_wanted=lambda: is_connected(connection))
+                send_parts(connection, answer(wanted))
             elif end == frames.NEEDS_MEMORY:
                 served.grow()
             else:

@@ -27,6 +27,10 @@ from expertmesh_kernels.grouped_mlp import ExpertTable
 _LONGEST_WAIT_S = 120.0  # of a call without a deadline
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(eq=False)
 class Job:
     """One call. Its own thread and the one that computes it change it, under the queue's lock."""
@@ -41,6 +45,8 @@ class Job:
     """When its step began, on the monotonic clock: the oldest comes first."""
     deadline_s: float | None
     """Latest time to start."""
+    is_wanted: Callable[[], bool] = _always
+    """False once whoever called is gone."""
     entered_s: float = 0.0
     started_s: float = 0.0
     compute_s: float = 0.0
@@ -80,6 +86,7 @@ class DeviceQueue:
 
         Raises:
             TimeoutError: The device was not free before the deadline.
+            ConnectionError: Whoever called was gone before it was computed.
             Exception: What computing it raised.
         """
         job.entered_s = time.monotonic()
@@ -151,6 +158,9 @@ class DeviceQueue:
         for job in list(self._waiting):
             if job.deadline_s is not None and job.deadline_s <= now_s:
                 self._give_up(job)
+            elif not job.is_wanted():
+                self._waiting.remove(job)
+                job.error = ConnectionError("whoever called is gone")
         if not self._waiting:
             return []
         oldest = min(self._waiting, key=lambda job: job.age_s)  # the first of equals

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from expertmesh.direct import (
@@ -19,6 +20,7 @@ from expertmesh.direct import (
     TOKEN_BYTES,
     DirectConnectionError,
     FrameReader,
+    is_connected,
     new_token,
     offer,
     receive_exactly,
@@ -213,7 +215,9 @@ class ParsedCalls:
         reader = FrameReader(connection, self._max_message_bytes)
         while True:
             for message in reader.receive():
-                send_parts(connection, self._answer(self._parse(message)))
+                received = self._parse(message)
+                wanted = replace(received, is_wanted=lambda: is_connected(connection))
+                send_parts(connection, self._answer(wanted))
 
 
 def bind(host: str, port: int) -> socket.socket:

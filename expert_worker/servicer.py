@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -110,7 +111,7 @@ class ExpertServicer:
             with self._direct.offer() as metadata:
                 context.send_initial_metadata(metadata)  # tells the client that the stream is up
                 for received in requests:
-                    yield self.answer(received)
+                    yield self.answer(replace(received, is_wanted=context.is_active))
         finally:
             self._state.close_stream()
 
@@ -141,13 +142,19 @@ class ExpertServicer:
         x_RH, rows = read_rows(call, self.limits)
         self._state.begin_call()
         try:
-            return self._compute(call, x_RH, rows, received.received_s, message.id)
+            return self._compute(call, x_RH, rows, received, message.id)
         finally:
             self._state.end_call()
 
     def _compute(
-        self, call: ForwardCall, x_RH: Tensor, rows: CallRows, received_s: float, call_id: pb.CallId
+        self,
+        call: ForwardCall,
+        x_RH: Tensor,
+        rows: CallRows,
+        received: Received[pb.ForwardRequest],
+        call_id: pb.CallId,
     ) -> Parts:
+        received_s = received.received_s
         try:
             result = self._backend.run(
                 call.layer,
@@ -156,6 +163,7 @@ class ExpertServicer:
                 rows.expert_of_pair_N,
                 age_s=self.ages.age_s(call_id.gateway, call_id.step, received_s),
                 deadline_s=time_left_deadline(received_s, call.time_left_us),
+                is_wanted=received.is_wanted,
             )
         except ExpertUnavailableError as error:
             ids = [expert for _, expert in error.missing]
@@ -166,6 +174,8 @@ class ExpertServicer:
                 pb.ForwardError.CODE_DEADLINE_EXCEEDED,
                 f"time_left_us is {call.time_left_us}, used up before the computation started",
             ) from error
+        except ConnectionError as error:
+            raise WireError(pb.ForwardError.CODE_DEADLINE_EXCEEDED, str(error)) from error
         compute_us = elapsed_us(result.compute_s)
         head = ReplyHead(
             call_id.SerializeToString(),

@@ -11,6 +11,7 @@ connect, or cannot, goes on over the stream.
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ BUFFER_ADDRESS, BUFFER_SIZE, BUFFER_USED = 0, 1, 2
 """Words of a `FrameReader`; compiled code knows these numbers."""
 
 _BUFFER_BYTES = 256 * 1024
+_HANGS_UP = getattr(select, "POLLRDHUP", 0)  # hang-ups and errors are reported in any case
 _SEND_TIMEOUT_S = 30  # of a peer that takes nothing while we wait
 _UNACKNOWLEDGED_MS = 5000  # until a connection to a machine that is gone counts as lost
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
@@ -100,6 +102,13 @@ def tune(connection: socket.socket) -> None:
     for name, value in (*_KEEPALIVE, ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MS)):
         if option := getattr(socket, name, None):  # not every system has all
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def is_connected(connection: socket.socket) -> bool:
+    """False once an end of it was closed or shut down, whatever is still to be read."""
+    poller = select.poll()
+    poller.register(connection, _HANGS_UP)
+    return not poller.poll(0)
 
 
 def send_parts(connection: socket.socket, parts: Parts) -> None:

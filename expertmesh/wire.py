@@ -214,6 +214,10 @@ def _bits(
 M = TypeVar("M", bound=Message)
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Received(Generic[M]):
     """Bytes that came in, parsed if they could be."""
@@ -223,6 +227,8 @@ class Received(Generic[M]):
     """time.monotonic() when they came."""
     error: str = ""
     """Why there is no message."""
+    is_wanted: Callable[[], bool] = _always
+    """False once its sender is gone, so that nobody would get an answer."""
 
 
 def receiver(kind: type[M]) -> Callable[[bytes], Received[M]]:

@@ -56,6 +56,22 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
+def test_a_call_whose_caller_is_gone_is_not_computed(
+    device: Device, pool: ThreadPoolExecutor
+) -> None:
+    """It leaves the queue when its turn comes, and harms no other that it would have run with."""
+    queue = DeviceQueue(device, 100)
+    gone, waits = job(1), job(2)
+    gone.is_wanted = lambda: False
+    first, lost, second = start(queue, device, pool, [gone, waits])
+    device.may_run.set()
+    assert (first.result(TIMEOUT_S), second.result(TIMEOUT_S)) == (None, None)
+    with pytest.raises(ConnectionError, match="whoever called is gone"):
+        lost.result(TIMEOUT_S)
+    assert [batch[1:] for batch in device.batches] == [[], []]
+    assert device.batches[1] == [waits]
+
+
 def job(
     value: int = 0,
     age_s: float = 0.0,
