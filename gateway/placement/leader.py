@@ -178,11 +178,10 @@ class Leader:
         seen = self._seen
         look_at_load = now_s - seen.balanced_at_s >= self._policy.balance_every_s
         if self._plan is not None and not look_at_load:
-            if views == seen.workers:
-                return self._plan
             # Targets don't follow from what is resident, once they are made. So a plan that is
             # being carried out is not made anew with each expert that is loaded.
-            if now_s - seen.planned_at_s < _REPLAN_S and seen.has_members_of(views):
+            is_recent = now_s - seen.planned_at_s < _REPLAN_S and seen.has_members_of(views)
+            if is_recent or views == seen.workers:
                 self._plan = replace(self._plan, uncovered=self._uncovered(views))
                 return self._plan
         if look_at_load:

@@ -69,6 +69,17 @@ def test_a_plan_is_not_made_anew_with_each_expert_that_is_loaded(
     assert made == [0.0, 1.0, 1.5]
 
 
+def test_what_is_uncovered_is_told_as_it_is() -> None:
+    """Also when it is as it was when the plan was made, and was not in between."""
+    leader = Leader(EXPERTS, POLICY)
+    workers = settle(leader, some_workers(2, 16), 0.0)
+    empty = [replace(view, resident=frozenset()) for view in workers]
+    for tenths, views in enumerate((workers, empty, workers), start=50):
+        leader.advance(views, EXPERTS.no_load(), tenths / 10)
+        assert leader.plan is not None
+        assert set(leader.plan.uncovered) == EXPERTS.keys() - set(copies_of(views))
+
+
 def test_a_lost_worker_is_given_time_to_come_back() -> None:
     """Nothing is moved while its copies are elsewhere too; after that they are made anew."""
     leader = Leader(EXPERTS, POLICY)
