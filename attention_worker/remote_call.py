@@ -27,6 +27,7 @@ from attention_worker.outcomes import Outcomes, Waiting
 from attention_worker.row_writer import row_writer
 from expertmesh.errors import WireError
 from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import all_finite
 from expertmesh.wire_encode import CallTarget, RequestFrame
 from expertmesh.wire_forward import broken_outputs, view_outputs
 from expertmesh_kernels.combine import combine
@@ -256,6 +257,9 @@ class RemoteCall:
                 f"incarnation of the reply is {response.incarnation:#x}, expected {expected:#x}",
             )
         dtype, slots_N = self._batch.dtype, call.rows.slot_ids_N
+        # Others may have filled some of these slots already, and nobody would fill them again.
+        if call in self._parts and not all_finite(outputs_NH, dtype):
+            raise broken_outputs()
         if not scatter_rows(as_bits(outputs_NH, dtype), slots_N, dtype, self._outputs_SH):
             raise broken_outputs()
 
