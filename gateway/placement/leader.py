@@ -64,10 +64,13 @@ class Leader:
     Args:
         experts: What there is to place.
         policy: How much to move, and for what.
+        token: Fencing token of the term; its orders bear it, so that they are not taken for those
+            of another term.
     """
 
-    def __init__(self, experts: Experts, policy: PlacementPolicy) -> None:
+    def __init__(self, experts: Experts, policy: PlacementPolicy, token: int = 0) -> None:
         self._experts = experts
+        self._token = token
         self._policy = policy
         self._absences = Absences(policy.lost_copy_patience_s)
         self._budget = MoveBudget(policy.bytes_per_minute, experts.expert_nbytes)
@@ -108,6 +111,7 @@ class Leader:
         given = [*self._pending, *(order for order, _ in self._doubtful)]
         orders = self._announcements(views)
         orders += next_orders(current, views, given, self._policy, now_s, self._budget)
+        orders = [replace(order, token=self._token) for order in orders]
         self._pending.extend(orders)
         return orders
 

@@ -185,3 +185,12 @@ def test_a_policy_names_what_is_out_of_range(name: str, value: float) -> None:
     """With its value."""
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         PlacementPolicy(**{name: value})  # type: ignore[arg-type]
+
+
+def test_orders_of_two_terms_differ() -> None:
+    """An order that ends late is not taken for the same one of a later term."""
+    terms = [Leader(EXPERTS, POLICY, token) for token in (4, 5)]
+    first, second = (term.advance(some_workers(2, 16), EXPERTS.no_load(), 0.0) for term in terms)
+    assert {order.token for order in first} == {4}
+    assert set(first).isdisjoint(second)
+    assert second == [replace(order, token=5) for order in first]
