@@ -10,6 +10,7 @@ retry cannot touch it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ from expertmesh_kernels.dispatch import (
     plan_dispatch,
     scatter_rows,
 )
+
+logger = logging.getLogger(__name__)
 
 _LATE = "no answer in time"
 # Answers that are about the call or the moment, and say nothing against who gives them.
@@ -295,7 +298,15 @@ class RemoteCall:
             stream.abandon(call)
             stream.observed.count_fault(_LATE)
             return self._retry(call, _LATE)
-        stream.be_late(call)
+        if stream.be_late():
+            logger.warning(
+                "step %d, layer %d: %s is late with %d rows for experts %s",
+                call.call_id.step,
+                self._layer,
+                self._routes.name(call.rows.worker),
+                call.num_rows,
+                np.unique(call.rows.expert_ids_N).tolist(),
+            )
         if not (call.is_overdue or self._common.budget.take(self._num_answered())):
             call.is_overdue = True
             call.limit_s = now_s + (self._batch.deadline_s - now_s) * FIRST_TRY_SHARE
