@@ -37,8 +37,7 @@ from expertmesh.wire_encode import CallId, RequestFrame
 
 logger = logging.getLogger(__name__)
 
-MIN_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 2.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 DEFAULT_ROW_CREDITS = 4096  # of an expert worker that states none
 MAX_WAITING_CALLS = 64  # for row credits
 REFUSED_S = 2.0  # until it is asked again; a map without it comes sooner, if it meant what it said
