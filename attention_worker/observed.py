@@ -69,10 +69,10 @@ class Observed:
         with self._lock:
             self._seen.late_replies += 1
 
-    def count_ejections(self, count: int) -> None:
+    def count_ejection(self) -> None:
         """Counts that it is not asked for a while."""
         with self._lock:
-            self._seen.ejections += count
+            self._seen.ejections += 1
 
     def take(self) -> pb.ExpertObservation | None:
         """What was seen since the last time; None without news."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.harness.checks import Answers
-from tests.chaos.harness.mesh import Mesh, mesh_of_copies
-from tests.chaos.harness.requests import Workload, answers_alone
+from tests.chaos.harness.mesh import Mesh, mesh_of_copies, networked_mesh
+from tests.chaos.harness.streams import Workload, answers_alone
+from tests.chaos.harness.suffering import Traffic
 from tests.chaos.harness.table import Row, as_markdown
 from tests.conftest import Models
 from tests.support.leaks import LeakGuard
@@ -26,16 +26,20 @@ def chaos_model(models: Models) -> Path:
 
 
 @pytest.fixture(scope="session")
-def workload() -> Workload:
-    """Requests to it."""
-    return Workload(MIXTRAL.vocab_size)
+def traffic(chaos_model: Path) -> Traffic:
+    """Requests to it, and what each is answered by one process in which nothing fails, alone."""
+    return _traffic(chaos_model, Workload(MIXTRAL.vocab_size))
 
 
 @pytest.fixture(scope="session")
-def expected(chaos_model: Path, workload: Workload) -> Answers:
-    """What each request is answered by one process in which nothing fails, alone."""
-    with gateway(chaos_model, ["local"]) as server:
-        return answers_alone(server.api.port, workload)
+def long_traffic(chaos_model: Path) -> Traffic:
+    """The same of requests whose streams are open for long."""
+    return _traffic(chaos_model, Workload(MIXTRAL.vocab_size, min_tokens=300, max_tokens=400))
+
+
+def _traffic(model: Path, workload: Workload) -> Traffic:
+    with gateway(model, ["local"]) as server:
+        return Traffic(workload, answers_alone(server.api.port, workload))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,6 +58,13 @@ def no_leaks() -> Iterator[None]:
 def mesh(chaos_model: Path) -> Iterator[Mesh]:
     """Three expert workers with two copies of each expert, and their gateway."""
     with mesh_of_copies(chaos_model) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def networked(chaos_model: Path) -> Iterator[Mesh]:
+    """The same with a network in between."""
+    with networked_mesh(chaos_model) as running:
         yield running
 
 

@@ -1,65 +1,50 @@
-"""Expert workers that are killed or hang while others hold copies of their experts."""
+"""Workers that are killed, hang or starve while others hold copies of their experts."""
 
 from __future__ import annotations
 
-import random
-import time
-
 import pytest
 
-from tests.chaos.harness.checks import Answers
-from tests.chaos.harness.mesh import Mesh, suffer
-from tests.chaos.harness.pool import in_background
-from tests.chaos.harness.requests import Workload
-from tests.chaos.harness.sizes import Size, sizes
+from tests.chaos.harness import faults
+from tests.chaos.harness.mesh import Mesh
+from tests.chaos.harness.suffering import Traffic, suffer
 from tests.chaos.harness.table import Row
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
-HANG_S = 2.0
-
-
-def _kill(mesh: Mesh, chance: random.Random) -> float:
-    victim = chance.choice(mesh.workers)
-    at_s = time.monotonic()
-    victim.kill()
-    victim.start()
-    victim.wait_ready()
-    return at_s
+TIMES = 50
+EJECTIONS = "moe_dispatch_ejections_total"
 
 
-def _kill_and_start_in_background(mesh: Mesh, chance: random.Random) -> float:
-    with in_background():
-        return _kill(mesh, chance)
-
-
-def _hang(mesh: Mesh, chance: random.Random) -> float:
-    at_s = time.monotonic()
-    chance.choice(mesh.workers).hang(HANG_S)
-    return at_s
-
-
-@sizes(short=1, full=50)
-def test_kill(
-    size: Size, mesh: Mesh, workload: Workload, expected: Answers, table: list[Row]
-) -> None:
-    """kill -9 of one of three, again and again: no request fails, no token changes."""
-    row = Row("kill -9 of 1 of 3", times=size.times)
+def test_kill(mesh: Mesh, traffic: Traffic, table: list[Row]) -> None:
+    """kill -9 of one of three, again and again."""
+    row = Row("kill -9 of 1 of 3", times=TIMES)
     table.append(row)
-    fault = _kill_and_start_in_background if size.measured else _kill
-    suffer(mesh, fault, row, workload, expected, seed=1)
-    if size.measured:
-        assert row.stall_median_s <= 0.050
-        assert row.stall_worst_s <= 0.100
+    suffer(mesh, faults.kill_then_start_in_background, row, traffic, seed=1)
+    assert row.stall_median_s <= 0.050
+    assert row.stall_worst_s <= 0.100
 
 
-@sizes(short=1, full=50)
-def test_hang(
-    size: Size, mesh: Mesh, workload: Workload, expected: Answers, table: list[Row]
-) -> None:
-    """SIGSTOP of one of three for a while, then SIGCONT: the same, and late replies do no harm."""
-    row = Row("SIGSTOP of 1 of 3", times=size.times)
+def test_hang(mesh: Mesh, traffic: Traffic, table: list[Row]) -> None:
+    """SIGSTOP of one of three for a while, then SIGCONT: late replies do no harm either."""
+    row = Row("SIGSTOP of 1 of 3", times=TIMES)
     table.append(row)
-    suffer(mesh, _hang, row, workload, expected, seed=2)
-    if size.measured:
-        assert row.stall_worst_s <= 0.250
+    suffer(mesh, faults.hang, row, traffic, seed=2)
+    assert row.stall_worst_s <= 0.250
+
+
+def test_kill_attention_worker(mesh: Mesh, traffic: Traffic, table: list[Row]) -> None:
+    """The gateway starts another, which computes from their tokens what requests were at."""
+    row = Row("kill -9 of the attention worker", times=10)
+    table.append(row)
+    suffer(mesh, faults.kill_attention_worker, row, traffic, seed=3, may_refuse=True)
+
+
+def test_starved(mesh: Mesh, traffic: Traffic, table: list[Row]) -> None:
+    """Other processes take the cores: all is slower, and nobody is taken for dead."""
+    row = Row("busy cores for 5 s", times=5)
+    table.append(row)
+    before = mesh.api.metrics()
+    suffer(mesh, faults.starve, row, traffic, seed=4)
+    ejections = mesh.api.metrics()[EJECTIONS] - before[EJECTIONS]
+    row.note = f"{ejections:.0f} expert workers taken for dead"
+    assert ejections == 0

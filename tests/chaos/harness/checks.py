@@ -12,7 +12,7 @@ from statistics import median
 
 import psutil
 
-from tests.chaos.harness.requests import Streamed
+from tests.chaos.harness.streams import Streamed
 from tests.support.api import Api
 from tests.support.processes import poll
 

@@ -12,7 +12,7 @@ from typing import Self
 import orjson
 
 from tests.chaos.harness.load_process import TIMEOUT_S, Plan
-from tests.chaos.harness.requests import Streamed, Workload
+from tests.chaos.harness.streams import Streamed, Workload
 from tests.support.processes import ROOT, environment, poll
 
 
@@ -23,17 +23,22 @@ class Load:
         ports: HTTP ports on this machine; clients take turns.
         workload: The requests.
         num_streams: How many at a time.
-        first: Number of the first request.
+        count: How many requests in all; None for as many as there is time for.
     """
 
     def __init__(
-        self, ports: Sequence[int], workload: Workload, num_streams: int, *, first: int = 0
+        self,
+        ports: Sequence[int],
+        workload: Workload,
+        num_streams: int,
+        *,
+        count: int | None = None,
     ) -> None:
         self.num_tokens = 0
         """Tokens that arrived so far."""
         self.streams: list[Streamed] = []
         """All that have ended."""
-        self._plan = Plan(list(ports), num_streams, workload, first)
+        self._plan = Plan(list(ports), num_streams, workload, count)
         self._reader = threading.Thread(target=self._read, name="load-reader", daemon=True)
 
     def __enter__(self) -> Self:
@@ -69,6 +74,10 @@ class Load:
         """Opens no more streams, and returns all once they have ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+        return self.wait()
+
+    def wait(self) -> list[Streamed]:
+        """All streams, once the load has come to its end."""
         exit_code = self._process.wait(2 * TIMEOUT_S)
         self._reader.join()
         assert exit_code == 0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import aiohttp
 import orjson
 
-from tests.chaos.harness.requests import NUM_REQUESTS, Json, Streamed, Workload, read_stream
+from tests.chaos.harness.streams import Json, Streamed, Workload, read_stream
 
 TIMEOUT_S = 120.0
 """Of one stream."""
@@ -36,8 +36,8 @@ class Plan:
     """HTTP ports on this machine; clients take turns."""
     num_streams: int
     workload: Workload
-    first: int = 0
-    """Number of the first request."""
+    count: int | None = None
+    """How many requests in all; None for as many as there is time for."""
 
     def to_json(self) -> str:
         """For the command line."""
@@ -53,7 +53,7 @@ class Plan:
 class _Clients:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._numbers: Iterator[int] = itertools.count(plan.first)
+        self._numbers: Iterator[int] = itertools.islice(itertools.count(), plan.count)
         self._stopping = asyncio.Event()
         self._streams: dict[int, Streamed] = {}
         self._num_ended_tokens = 0
@@ -77,9 +77,11 @@ class _Clients:
             self._stopping.set()
 
     async def _client(self, session: aiohttp.ClientSession, port: int) -> None:
-        while not self._stopping.is_set():
-            number = next(self._numbers)
-            stream = self._streams[number] = Streamed(number % NUM_REQUESTS, time.monotonic())
+        for number in self._numbers:
+            if self._stopping.is_set():
+                return
+            kind = number % self._plan.workload.num_requests
+            stream = self._streams[number] = Streamed(kind, time.monotonic())
             await read_stream(session, port, self._plan.workload.body(stream.number), stream)
             del self._streams[number]
             self._num_ended_tokens += len(stream.tokens)

@@ -1,29 +1,26 @@
-"""A mesh with several copies of each expert, and faults that hit it while streams are open."""
+"""Meshes with several copies of each expert, with and without something in between."""
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.harness.checks import Answers, changed, failed, stall_s, wait_idle
-from tests.chaos.harness.load import Load
+from tests.chaos.harness.message_proxy import MessageProxy
+from tests.chaos.harness.network import Line, Network, ReplyFault
 from tests.chaos.harness.pool import PoolWorker, expert_pool, shares_with_copies
-from tests.chaos.harness.requests import Streamed, Workload
-from tests.chaos.harness.table import Row
 from tests.support.api import Api
-from tests.support.mesh import Server, gateway
-from tests.support.processes import poll
+from tests.support.mesh import Server, gateway, start_server, wait_ready
+from tests.support.processes import Managed, poll, processes_of
 from tests.support.tiny_checkpoints import MIXTRAL
 
-NUM_WORKERS, NUM_COPIES, NUM_STREAMS = 3, 2, 8
-HIT_WITHIN_S = 0.1
-"""A worker of which nothing was wanted for so long was not hit."""
-_RUNNING_TOKENS = 100  # when all streams surely are open
+NUM_WORKERS, NUM_COPIES = 3, 2
 _READY_TIMEOUT_S = 60.0
+_PATIENCE = ("--experts-hold-s", "120")  # however long a busy machine takes to start a worker
+
+ChangeReplies = Callable[[PoolWorker, ReplyFault], AbstractContextManager[None]]
 
 
 @dataclass
@@ -32,6 +29,10 @@ class Mesh:
 
     workers: Sequence[PoolWorker]
     server: Server
+    network: Network | None = None
+    """Between them, if there is one."""
+    proxies: Mapping[PoolWorker, MessageProxy] = field(default_factory=dict)
+    """Between them, if there are any."""
 
     @property
     def api(self) -> Api:
@@ -50,73 +51,102 @@ class Mesh:
             what="all expert workers are ready",
         )
 
+    def line(self, worker: PoolWorker) -> Line:
+        """The line of the network to a worker."""
+        assert self.network is not None
+        return self.network.lines[worker]
+
+    def reset(self, worker: PoolWorker) -> None:
+        """Resets all connections to a worker."""
+        assert self.network is not None
+        self.network.reset(worker)
+
+    def change_direct_replies(
+        self, worker: PoolWorker, change: ReplyFault
+    ) -> AbstractContextManager[None]:
+        """A context in which a worker's replies on direct connections are changed."""
+        return self.line(worker).under(reply_fault=change)
+
+    def change_replies(self, method: str) -> ChangeReplies:
+        """Makes contexts in which what a worker answers to a gRPC method is changed."""
+
+        @contextmanager
+        def changed_replies(worker: PoolWorker, change: ReplyFault) -> Iterator[None]:
+            self.proxies[worker].faults[method] = change
+            try:
+                yield
+            finally:
+                del self.proxies[worker].faults[method]
+
+        return changed_replies
+
 
 @contextmanager
-def mesh_of_copies(model: Path, *flags: str) -> Iterator[Mesh]:
-    """Three expert workers, each expert on two of them, all on one thread each.
+def mesh_of_copies(model: Path) -> Iterator[Mesh]:
+    """Three expert workers with two copies of each expert, and a gateway."""
+    with pool_of_copies(model) as workers:
+        addresses = [worker.address for worker in workers]
+        with mesh_at(model, workers, addresses) as mesh:
+            yield mesh
 
-    Args:
-        model: Checkpoint folder.
-        flags: More flags of the gateway.
-    """
-    shares = shares_with_copies(MIXTRAL.num_experts, NUM_WORKERS, NUM_COPIES)
-    with (
-        expert_pool(model, shares, ("--dtype", "float32")) as workers,
-        gateway(model, [worker.address for worker in workers], "--threads", "1", *flags) as server,
-    ):
+
+@contextmanager
+def networked_mesh(model: Path) -> Iterator[Mesh]:
+    """The same with a network between gateway and expert workers."""
+    with pool_of_copies(model) as workers, Network(workers) as network:
+        addresses = [line.address for line in network.lines.values()]
+        with mesh_at(model, workers, addresses) as mesh:
+            mesh.network = network
+            yield mesh
+
+
+@contextmanager
+def proxied_mesh(model: Path) -> Iterator[Mesh]:
+    """The same with a gRPC proxy in front of each expert worker, so without direct connections."""
+    with pool_of_copies(model) as workers, ExitStack() as stack:
+        proxies = {worker: stack.enter_context(MessageProxy(worker.address)) for worker in workers}
+        addresses = [proxy.address for proxy in proxies.values()]
+        with mesh_at(model, workers, addresses) as mesh:
+            mesh.proxies = proxies
+            yield mesh
+
+
+@contextmanager
+def mesh_at(
+    model: Path,
+    workers: Sequence[PoolWorker],
+    addresses: Sequence[str],
+    *,
+    dtype: str = "float32",
+) -> Iterator[Mesh]:
+    """A gateway that finds workers at these addresses, which may be those of proxies."""
+    with gateway(model, addresses, "--threads", "1", *_PATIENCE, dtype=dtype) as server:
         mesh = Mesh(workers, server)
         mesh.wait_all_ready()
         yield mesh
 
 
-Fault = Callable[[Mesh, random.Random], float]
-"""Does harm, mends it, and returns when it was done, on the monotonic clock."""
+@contextmanager
+def doomed_gateway(
+    model: Path, addresses: Sequence[str], *flags: str, placement: str = "static"
+) -> Iterator[Server]:
+    """A gateway that need not end well."""
+    arguments = ("gateway", str(model), "--dtype", "float32", "--placement", placement, *flags)
+    server = start_server([*arguments, "--experts", ",".join(addresses)], name="doomed gateway")
+    try:
+        wait_ready(server.api)
+        yield server
+    finally:
+        server.process.close()
 
 
-def suffer(
-    mesh: Mesh, fault: Fault, row: Row, workload: Workload, expected: Answers, seed: int
-) -> None:
-    """Has a fault hit `row.times` times at random moments while streams are open.
-
-    Fails if a request fails or is answered differently. All that clients saw is in the row.
-
-    Args:
-        mesh: Serves.
-        fault: What happens.
-        row: What was seen is put here.
-        workload: Requests.
-        expected: What they must be answered.
-        seed: Of the moments, and for the fault's own choices.
-    """
-    chance = random.Random(seed)
-    faults_s: list[float] = []
-    calm_s: list[float] = []
-    with Load([mesh.api.port], workload, NUM_STREAMS) as load:
-        load.wait_tokens(_RUNNING_TOKENS)
-        for _ in range(row.times):
-            time.sleep(chance.uniform(0.2, 0.8))
-            calm_s.append(time.monotonic())
-            time.sleep(chance.uniform(0.2, 0.8))
-            faults_s.append(fault(mesh, chance))
-            mesh.wait_all_ready()
-            row.recoveries_s.append(time.monotonic() - faults_s[-1])
-            load.wait_tokens(_RUNNING_TOKENS)
-        streams = load.finish()
-    wait_idle(mesh.api)
-    row.stalls_s, row.calm_s = _stalls_s(streams, faults_s), _stalls_s(streams, calm_s)
-    judge(streams, expected, row)
+def kill_tree(process: Managed) -> None:
+    """Ends a process and all that it has started at once, as kill -9 does."""
+    for each in processes_of(process.marker):
+        each.send_signal(signal.SIGKILL)
 
 
-def judge(streams: Sequence[Streamed], expected: Answers, row: Row) -> None:
-    """Notes how many requests failed or were answered differently, and fails if any was."""
-    failures, changes = failed(streams), changed(streams, expected)
-    row.requests += len(streams)
-    row.failed += len(failures)
-    row.changed += len(changes)
-    assert failures == []
-    assert changes == []
-
-
-def _stalls_s(streams: Sequence[Streamed], moments_s: Sequence[float]) -> list[float]:
-    stalls = (stall_s(streams, moment_s, HIT_WITHIN_S) for moment_s in moments_s)
-    return [stall for stall in stalls if stall is not None]
+def pool_of_copies(model: Path) -> AbstractContextManager[list[PoolWorker]]:
+    """Three expert workers, each expert on two of them, all on one thread each."""
+    shares = shares_with_copies(MIXTRAL.num_experts, NUM_WORKERS, NUM_COPIES)
+    return expert_pool(model, shares, ("--dtype", "float32"))

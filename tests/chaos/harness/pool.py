@@ -18,6 +18,7 @@ from tests.support.mesh import COMMAND, assert_gone, watch_once
 from tests.support.processes import Managed, free_port
 
 HOST = "127.0.0.1"
+EXPERT_WORKER = (*COMMAND, "expert-worker")
 LOWEST_PRIORITY = 19
 _STOP_TIMEOUT_S = 20.0
 
@@ -29,13 +30,20 @@ class PoolWorker:
         model: Checkpoint folder.
         share: `--experts` of every life.
         flags: More flags of every life.
+        program: What Python runs instead of `expertmesh expert-worker`.
     """
 
-    def __init__(self, model: Path, share: str, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        share: str,
+        flags: Sequence[str] = (),
+        program: Sequence[str] = EXPERT_WORKER,
+    ) -> None:
         self.port, self.direct_port = free_port(), free_port()
         self.share = share
         self._arguments = (
-            *(*COMMAND, "expert-worker", str(model), "--experts", share, "--threads", "1"),
+            *(*program, str(model), "--experts", share, "--threads", "1"),
             *("--port", str(self.port), "--direct-port", str(self.direct_port), *flags),
         )
         self._process: Managed | None = None
@@ -102,7 +110,11 @@ class PoolWorker:
 
 @contextmanager
 def expert_pool(
-    model: Path, shares: Sequence[str], flags: Sequence[str] = ()
+    model: Path,
+    shares: Sequence[str],
+    flags: Sequence[str] = (),
+    *,
+    program: Sequence[str] = EXPERT_WORKER,
 ) -> Iterator[list[PoolWorker]]:
     """A worker for each share, ready; each must end cleanly when it is asked to at the end.
 
@@ -110,13 +122,33 @@ def expert_pool(
         model: Checkpoint folder.
         shares: `--experts` of each.
         flags: More flags of all.
+        program: See `PoolWorker`.
     """
-    workers = [PoolWorker(model, share, flags) for share in shares]
+    with _pool([PoolWorker(model, share, flags, program) for share in shares]) as workers:
+        start_all(workers)
+        yield workers
+
+
+@contextmanager
+def empty_pool(
+    model: Path, num_workers: int, flags: Sequence[str] = ()
+) -> Iterator[list[PoolWorker]]:
+    """Workers that are not started yet, and then hold nothing until they are told to."""
+    with _pool([PoolWorker(model, "none", flags) for _ in range(num_workers)]) as workers:
+        yield workers
+
+
+def start_all(workers: Sequence[PoolWorker]) -> None:
+    """Starts workers at the same time, and waits until they serve."""
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.wait_ready()
+
+
+@contextmanager
+def _pool(workers: list[PoolWorker]) -> Iterator[list[PoolWorker]]:
     try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.wait_ready()
         yield workers
         for worker in workers:
             if worker.is_alive:

@@ -18,9 +18,6 @@ import orjson
 
 Json = Any
 
-NUM_REQUESTS = 24
-"""Different requests; a load goes through them again and again."""
-
 
 @dataclass
 class Streamed:
@@ -49,9 +46,11 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of requests, in tokens."""
+    """Requests, and their sizes in tokens."""
 
     vocab_size: int
+    num_requests: int = 24
+    """Different ones; a load goes through them again and again."""
     max_prompt: int = 40
     min_tokens: int = 60
     max_tokens: int = 160
@@ -123,7 +122,7 @@ def answers_alone(port: int, workload: Workload) -> dict[int, Streamed]:
 async def _answers_alone(port: int, workload: Workload) -> dict[int, Streamed]:
     answers = {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as session:
-        for number in range(NUM_REQUESTS):
+        for number in range(workload.num_requests):
             stream = answers[number] = Streamed(number, time.monotonic())
             body = {**workload.body(number), "cache_salt": f"alone {number}"}
             await read_stream(session, port, body, stream)

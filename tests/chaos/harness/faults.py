@@ -1,0 +1,173 @@
+"""What may happen to a mesh under load.
+
+A fault does its harm, mends it, and returns when it was done, on the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+from tests.chaos.harness.mesh import Mesh
+from tests.chaos.harness.message_proxy import FORWARD, WATCH
+from tests.chaos.harness.network import ReplyFault
+from tests.chaos.harness.pool import PoolWorker, in_background, start_all
+from tests.chaos.harness.replies import WRONG_REPLIES, Sometimes
+from tests.support.processes import poll, processes_of
+
+Fault = Callable[[Mesh, random.Random], float]
+
+HANG_S, CUT_S, STARVED_S = 2.0, 2.0, 5.0
+WRONG_S = 0.3
+"""For which replies may be wrong, after the first one."""
+RETRIED_WITHIN_S = 60.0
+"""A worker that was left alone for what it answered is asked again long before."""
+
+
+def kill(mesh: Mesh, chance: random.Random) -> float:
+    """kill -9 of a worker, which is started again at once."""
+    victim = chance.choice(mesh.workers)
+    at_s = time.monotonic()
+    victim.kill()
+    start_all([victim])
+    return at_s
+
+
+def kill_then_start_in_background(mesh: Mesh, chance: random.Random) -> float:
+    """The same; its start takes nothing from those that serve."""
+    with in_background():
+        return kill(mesh, chance)
+
+
+def hang(mesh: Mesh, chance: random.Random) -> float:
+    """SIGSTOP of a worker, and SIGCONT later."""
+    at_s = time.monotonic()
+    chance.choice(mesh.workers).hang(HANG_S)
+    return at_s
+
+
+def kill_two(mesh: Mesh, chance: random.Random) -> float:
+    """A second after each other, so that the second dies while the first is made up for."""
+    victims = chance.sample(mesh.workers, 2)
+    at_s = time.monotonic()
+    for victim in victims:
+        victim.kill()
+        victim.start()
+        time.sleep(1.0)
+    for victim in victims:
+        victim.wait_ready()
+    return at_s
+
+
+def kill_and_hang(mesh: Mesh, chance: random.Random) -> float:
+    """One is killed while another hangs."""
+    first, second = chance.sample(mesh.workers, 2)
+    at_s = time.monotonic()
+    first.kill()
+    first.start()
+    second.hang(HANG_S)
+    first.wait_ready()
+    return at_s
+
+
+def kill_attention_worker(mesh: Mesh, chance: random.Random) -> float:
+    """Its gateway starts another one."""
+    at_s = time.monotonic()
+    for process in processes_of(mesh.server.process.marker):
+        if "attention_worker" in process.cmdline():
+            process.kill()
+    poll(lambda: mesh.api.ready().status == 503, timeout_s=10.0, what="/ready is 503")
+    poll(lambda: mesh.api.ready().status == 200, timeout_s=60.0, what="/ready is 200")
+    return at_s
+
+
+def starve(mesh: Mesh, chance: random.Random) -> float:
+    """Other processes take the cores."""
+    at_s = time.monotonic()
+    busy = [
+        subprocess.Popen(["timeout", str(STARVED_S), "sh", "-c", "while :; do :; done"])
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
+    for process in busy:
+        process.wait()
+    return at_s
+
+
+# --- networks; of a mesh that has one ---
+
+
+def cut(mesh: Mesh, chance: random.Random) -> float:
+    """The line to a worker is cut, and mended later."""
+    return _for_a_while(mesh, chance.choice(mesh.workers), is_cut=True)
+
+
+def delay(mesh: Mesh, chance: random.Random) -> float:
+    """The line to a worker takes 100 ms each way."""
+    return _for_a_while(mesh, chance.choice(mesh.workers), latency_s=0.1)
+
+
+def throttle(mesh: Mesh, chance: random.Random) -> float:
+    """The line to a worker carries 100 kB/s."""
+    return _for_a_while(mesh, chance.choice(mesh.workers), bytes_per_s=1e5)
+
+
+def _for_a_while(mesh: Mesh, worker: PoolWorker, **conditions: object) -> float:
+    at_s = time.monotonic()
+    with mesh.line(worker).under(**conditions):
+        time.sleep(CUT_S)
+    return at_s
+
+
+def reset(mesh: Mesh, chance: random.Random) -> float:
+    """All connections to a worker are reset."""
+    at_s = time.monotonic()
+    mesh.reset(chance.choice(mesh.workers))
+    return at_s
+
+
+def break_in_a_reply(mesh: Mesh, chance: random.Random) -> float:
+    """A direct connection is lost when a part of a reply has come."""
+    at_s = time.monotonic()
+    with mesh.line(chance.choice(mesh.workers)).under(reply_bytes_left=chance.randrange(1, 2000)):
+        time.sleep(WRONG_S)
+    return at_s
+
+
+# --- wrong replies ---
+
+
+def wrong_replies(names: Sequence[str], *, direct: bool) -> Fault:
+    """Some replies of a worker are wrong in one of these ways, each time in the next one.
+
+    Args:
+        names: Of `WRONG_REPLIES`.
+        direct: On direct connections, of a mesh with a network; else over gRPC, with proxies.
+    """
+    turns = itertools.cycle([Sometimes(WRONG_REPLIES[name]()) for name in names])
+
+    def fault(mesh: Mesh, chance: random.Random) -> float:
+        at_s, change, victim = time.monotonic(), next(turns), chance.choice(mesh.workers)
+        change_replies = mesh.change_direct_replies if direct else mesh.change_replies(FORWARD)
+        before = change.num_changed
+        with change_replies(victim, change):
+            poll(lambda: change.num_changed > before, timeout_s=RETRIED_WITHIN_S, what="one comes")
+            time.sleep(WRONG_S)
+        return at_s
+
+    return fault
+
+
+def wrong_states(change: ReplyFault) -> Fault:
+    """The state that a worker reports is changed until the gateway takes no more to do with it."""
+
+    def fault(mesh: Mesh, chance: random.Random) -> float:
+        at_s = time.monotonic()
+        with mesh.change_replies(WATCH)(chance.choice(mesh.workers), change):
+            poll(lambda: "incompatible" in mesh.states(), timeout_s=20.0, what="it is named")
+        return at_s
+
+    return fault
