@@ -37,8 +37,7 @@ from expertmesh.wire_encode import CallId, RequestFrame
 
 logger = logging.getLogger(__name__)
 
-MIN_BACKOFF_S = 0.05
-MAX_BACKOFF_S = 2.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 DEFAULT_ROW_CREDITS = 4096  # of an expert worker that states none
 MAX_WAITING_CALLS = 64  # for row credits
 REFUSED_S = 2.0  # until it is asked again; a map without it comes sooner, if it meant what it said
@@ -83,8 +82,9 @@ class ExpertStream:
         self._closed = threading.Event()
         self.observed = Observed(worker, self.link)
         """What is reported of it."""
-        name = f"expert-stream-{worker.worker_id}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"expert-stream-{worker.worker_id}", daemon=True
+        )
         self._thread.start()
 
     # --- the model thread ---
@@ -99,15 +99,14 @@ class ExpertStream:
         return self._trust.is_suspect(now_s)
 
     def wants_probe(self, now_s: float) -> bool:
-        """True once each time that it should get a probe, since it has long been silent."""
+        """True once each time that it should get a probe, as it has long been silent."""
         with self._lock:
             if not self.usable or not self._trust.wants_probe(now_s):
                 return False
             if any(call.is_probe for call in self._waiting):
                 self._lose(_LOST)
                 return False
-            if self._trust.num_probes == 1:
-                self.observed.count_ejection()
+            self.observed.count_ejections(self._trust.num_probes == 1)
             return True
 
     def describe(self) -> str:
@@ -136,8 +135,8 @@ class ExpertStream:
         with self._lock:
             self.link.close()
             direct = self._direct
-            is_free = not self._waiting and self.usable
-            is_free = is_free and not self._trust.is_suspect(time.monotonic())
+            is_trusted = self.usable and not self._trust.is_suspect(time.monotonic())
+            is_free = is_trusted and not self._waiting
             if direct is None or direct.has_unsent or not is_free or self._is_awaited:
                 return None
             self.link.open(direct)
@@ -157,18 +156,18 @@ class ExpertStream:
             if left.error:
                 self._lose(str(OSError(left.error, os.strerror(left.error))))
 
-    def be_late(self, call: Call) -> None:
-        """This call is late, and others may be asked instead."""
+    def be_late(self) -> bool:
+        """A call is late: others are asked from now on; true if the log should say so."""
         with self._lock:
             self.link.close()
-            self._trust.be_late(time.monotonic())
+            return self._trust.be_late(time.monotonic())
 
     def abandon(self, call: Call) -> None:
         """Nobody waits for this late call any more: its reply only gives back its credits.
 
         If it never got any in all its time, replies are lost, and the stream starts over.
         """
-        self.be_late(call)
+        self.be_late()
         with self._lock:
             call.abandoned = True
             never_sent = self._waiting.pop(call, None) is not None
@@ -211,7 +210,7 @@ class ExpertStream:
         """A reply was wrong: after some it is ejected for a while."""
         with self._lock:
             if self._trust.be_wrong(time.monotonic(), self.observed.num_answers):
-                self.observed.count_ejection()
+                self.observed.count_ejections(1)
                 logger.warning("%s: ejected for a while: %s", self.describe(), reason)
 
     def _refusing(self) -> bool:

@@ -69,10 +69,10 @@ class Observed:
         with self._lock:
             self._seen.late_replies += 1
 
-    def count_ejection(self) -> None:
+    def count_ejections(self, count: int) -> None:
         """Counts that it is not asked for a while."""
         with self._lock:
-            self._seen.ejections += 1
+            self._seen.ejections += count
 
     def take(self) -> pb.ExpertObservation | None:
         """What was seen since the last time; None without news."""

@@ -10,6 +10,7 @@ retry cannot touch it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from attention_worker.outcomes import Outcomes, Waiting
 from attention_worker.row_writer import row_writer
 from expertmesh.errors import WireError
 from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.wire import all_finite
 from expertmesh.wire_encode import CallTarget, RequestFrame
 from expertmesh.wire_forward import broken_outputs, view_outputs
 from expertmesh_kernels.combine import combine
@@ -38,6 +40,8 @@ from expertmesh_kernels.dispatch import (
     plan_dispatch,
     scatter_rows,
 )
+
+logger = logging.getLogger(__name__)
 
 _LATE = "no answer in time"
 # Answers that are about the call or the moment, and say nothing against who gives them.
@@ -256,6 +260,9 @@ class RemoteCall:
                 f"incarnation of the reply is {response.incarnation:#x}, expected {expected:#x}",
             )
         dtype, slots_N = self._batch.dtype, call.rows.slot_ids_N
+        # Others may have filled some of these slots already, and nobody would fill them again.
+        if call in self._parts and not all_finite(outputs_NH, dtype):
+            raise broken_outputs()
         if not scatter_rows(as_bits(outputs_NH, dtype), slots_N, dtype, self._outputs_SH):
             raise broken_outputs()
 
@@ -291,7 +298,15 @@ class RemoteCall:
             stream.abandon(call)
             stream.observed.count_fault(_LATE)
             return self._retry(call, _LATE)
-        stream.be_late(call)
+        if stream.be_late():
+            logger.warning(
+                "step %d, layer %d: %s is late with %d rows for experts %s",
+                call.call_id.step,
+                self._layer,
+                self._routes.name(call.rows.worker),
+                call.num_rows,
+                np.unique(call.rows.expert_ids_N).tolist(),
+            )
         if not (call.is_overdue or self._common.budget.take(self._num_answered())):
             call.is_overdue = True
             call.limit_s = now_s + (self._batch.deadline_s - now_s) * FIRST_TRY_SHARE

@@ -13,6 +13,7 @@ from __future__ import annotations
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 30.0
 """Between probes, and without being asked after wrong replies."""
+LOG_INTERVAL_S = 1.0
 MOST_WRONG = 2
 """Wrong replies before it is ejected,"""
 RIGHT_BETWEEN = 50
@@ -27,6 +28,7 @@ class Trust:
     def __init__(self) -> None:
         self._is_late = False
         self._probe_at_s = 0.0
+        self._silent_until_s = 0.0
         self._num_wrong = 0
         self._right_then = 0  # right replies when the latest wrong one came
         self._ejected_until_s = 0.0
@@ -38,12 +40,17 @@ class Trust:
         """True if others are to be asked."""
         return self._is_late or now_s < self._ejected_until_s
 
-    def be_late(self, now_s: float) -> None:
-        """A call is late."""
-        if not self._is_late:
-            self._is_late = True
-            self.num_probes = 0
-            self._probe_at_s = now_s + FIRST_BACKOFF_S
+    def be_late(self, now_s: float) -> bool:
+        """A call is late; true if that is worth a line in the log: once a second at most."""
+        if self._is_late:
+            return False
+        self._is_late = True
+        self.num_probes = 0
+        self._probe_at_s = now_s + FIRST_BACKOFF_S
+        if now_s < self._silent_until_s:
+            return False
+        self._silent_until_s = now_s + LOG_INTERVAL_S
+        return True
 
     def be_heard(self) -> None:
         """A reply came, whether anybody waits for it or not."""

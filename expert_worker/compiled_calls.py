@@ -38,6 +38,7 @@ from expertmesh_kernels.cpu.serve import (
     Shared,
     serve,
 )
+from expertmesh_kernels.cpu.words import add
 from expertmesh_kernels.dispatch import BITS_DTYPES, EXPONENTS
 from expertmesh_kernels.host import LIKE, TORCH_DTYPES
 
@@ -119,7 +120,11 @@ class CompiledCalls:
     def _run(self, connection: socket.socket, counters: CallCounters, answer: Answer) -> None:
         served = _Connection(self, connection, counters)
         while True:
-            end = served.run()
+            try:
+                end = served.run()
+            except Exception:
+                self._give_up_call(counters)
+                raise
             if end == UNUSUAL:
                 received = self._take_unusual(served)
                 wanted = replace(received, is_wanted=lambda: is_connected(connection))
@@ -128,6 +133,12 @@ class CompiledCalls:
                 served.grow()
             else:
                 raise served.error(end)
+
+    def _give_up_call(self, counters: CallCounters) -> None:
+        """After compiled code failed, as it does without memory: the device is for others again."""
+        if counters.num_in_flight:
+            self._turn.give_back()
+            add(counters.in_flight.ctypes.data, -1)
 
     def _take_unusual(self, served: _Connection) -> Received[pb.ForwardRequest]:
         message, words = served.take_message(), served.words

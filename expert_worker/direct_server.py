@@ -171,6 +171,8 @@ class DirectServer:
                 logger.debug("a direct connection ended: %s", error)
             except OSError as error:
                 logger.info("a direct connection was lost: %s", error)
+            except Exception:
+                logger.exception("a direct connection failed; calls come over its stream")
 
     def _admit(self, connection: socket.socket) -> bool:
         """True if it shows the token of a stream that is open and has no other connection."""

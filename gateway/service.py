@@ -104,8 +104,8 @@ class ApiLimits:
     """A kept connection without a complete header; longer than the usual 60 s of load balancers."""
     write_timeout_s: float = 60.0
     """A stream whose reader takes nothing for this long is cut."""
-    keep_alive_s: float = 15.0
-    """Between comments on a stream that has nothing to say; load balancers cut at 60 s."""
+    keep_alive_s: float = 5.0
+    """Between comments on a stream that has nothing to say, as while experts are missing."""
     request_timeout_s: float = 3600.0
     """From the arrival of a request to its end; clients may ask for less."""
 

@@ -178,7 +178,7 @@ class PlacementController:
         token, term = self._token, self._term
         if token is None or (term is not None and term.token == token):
             return None if token is None else term
-        return _Term(token, Leader(self._experts, self._policy))
+        return _Term(token, Leader(self._experts, self._policy, token))
 
     def _take_ends(self, term: _Term | None, now_s: float) -> None:
         while True:

@@ -64,10 +64,13 @@ class Leader:
     Args:
         experts: What there is to place.
         policy: How much to move, and for what.
+        token: Fencing token of the term; its orders bear it, so that they are not taken for those
+            of another term.
     """
 
-    def __init__(self, experts: Experts, policy: PlacementPolicy) -> None:
+    def __init__(self, experts: Experts, policy: PlacementPolicy, token: int = 0) -> None:
         self._experts = experts
+        self._token = token
         self._policy = policy
         self._absences = Absences(policy.lost_copy_patience_s)
         self._budget = MoveBudget(policy.bytes_per_minute, experts.expert_nbytes)
@@ -108,6 +111,7 @@ class Leader:
         given = [*self._pending, *(order for order, _ in self._doubtful)]
         orders = self._announcements(views)
         orders += next_orders(current, views, given, self._policy, now_s, self._budget)
+        orders = [replace(order, token=self._token) for order in orders]
         self._pending.extend(orders)
         return orders
 
@@ -178,11 +182,10 @@ class Leader:
         seen = self._seen
         look_at_load = now_s - seen.balanced_at_s >= self._policy.balance_every_s
         if self._plan is not None and not look_at_load:
-            if views == seen.workers:
-                return self._plan
             # Targets don't follow from what is resident, once they are made. So a plan that is
             # being carried out is not made anew with each expert that is loaded.
-            if now_s - seen.planned_at_s < _REPLAN_S and seen.has_members_of(views):
+            is_recent = now_s - seen.planned_at_s < _REPLAN_S and seen.has_members_of(views)
+            if is_recent or views == seen.workers:
                 self._plan = replace(self._plan, uncovered=self._uncovered(views))
                 return self._plan
         if look_at_load:

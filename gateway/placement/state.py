@@ -117,6 +117,8 @@ class Order:
     incarnation: int
     experts: tuple[ExpertKey, ...]
     """Most urgent first. None at all: the worker is to hear of the leader, nothing else."""
+    token: int = 0
+    """Fencing token of the leader who gives it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Plan:
     uncovered: tuple[ExpertKey, ...]
     """Experts without a copy that can be used now, ascending."""
     unplaced: tuple[ExpertKey, ...]
-    """Experts that find no free slot anywhere, ascending; a subset of neither."""
+    """Experts that find no free slot anywhere, or cannot be loaded where one is; ascending."""
     imbalance_before: float
     """Time of the slowest worker to the mean, over all layers, as experts are resident now."""
     imbalance_after: float

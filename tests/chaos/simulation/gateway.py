@@ -97,7 +97,7 @@ class SimulatedGateway:
 
     def lead(self, token: int | None) -> None:
         """It was elected, or is told that it leads no more."""
-        self.leader = None if token is None else Leader(self._experts, self._policy)
+        self.leader = None if token is None else Leader(self._experts, self._policy, token)
         self.token = token or 0
         self._sent.clear()
 

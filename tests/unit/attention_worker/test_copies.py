@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -46,3 +47,28 @@ def test_who_is_leaving_is_asked_for_its_sole_copies_only(
         told = expert_map_from_proto(update, checkpoint.config)
         assert told.workers == tuple(entries)
         assert told.choice[1].tolist() == [1] * 6 + [0] * 2
+
+
+def test_compiled_code_and_python_choose_alike(checkpoint: Checkpoint) -> None:
+    """Each expert worker is asked for the same rows and experts, and the busiest for few."""
+    todo, shares = work(9), ("0-5", "2-7", "all")
+    asked: list[list[tuple[bytes, bytes]]] = []
+    for direct in (False, True):
+        with ExitStack() as stack:
+            servers = [
+                stack.enter_context(
+                    faulty_server(
+                        loaded_store(checkpoint, "float32", share), right, f"{at}", direct=direct
+                    )
+                )
+                for at, share in enumerate(shares)
+            ]
+            entries = [server.entry for server in servers]
+            there = stack.enter_context(remote(checkpoint, entries, direct=direct))
+            assert torch.equal(todo.run(local(checkpoint)), todo.run(there))
+            calls = [server.requests[0] for server in servers]
+            asked.append([(call.row_offsets, call.expert_ids) for call in calls])
+    assert asked[0] == asked[1]
+    experts = [set(memoryview(expert_ids).cast("I")) for _, expert_ids in asked[0]]
+    assert sorted(map(len, experts)) == [2, 3, 3]
+    assert set.union(*experts) == set(range(8))

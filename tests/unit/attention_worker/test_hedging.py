@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,18 +75,23 @@ def seen(there: RemoteExperts) -> dict[str, attention_pb.ExpertObservation]:
     return {entry.worker_id: entry for entry in there.observations()}
 
 
+Sight = Callable[[attention_pb.ExpertObservation], bool]
+
+
 @contextmanager
-def opening(
-    there: RemoteExperts,
-    gates: Sequence[Gate],
-    when: Callable[[attention_pb.ExpertObservation], bool],
-) -> Iterator[None]:
-    """Opens gates as soon as something was seen of an expert worker; it is, within the context."""
+def opening(there: RemoteExperts, *steps: tuple[Sight, Sequence[Gate]]) -> Iterator[None]:
+    """Opens gates as soon as something is seen of an expert worker, one step after the other; all
+    has to happen within the context."""
 
     def open_all() -> None:
-        poll(lambda: any(map(when, there.observations())), timeout_s=TIMEOUT_S, what="a hedge")
-        for gate in gates:
-            gate.open.set()
+        for when, gates in steps:
+            poll(
+                lambda when=when: any(map(when, there.observations())),
+                timeout_s=TIMEOUT_S,
+                what="a sight",
+            )
+            for gate in gates:
+                gate.open.set()
 
     opener = threading.Thread(target=open_all, name="test-opener")
     opener.start()
@@ -149,7 +156,7 @@ def test_who_is_late_may_still_be_first(
         first.open.clear()
         second.open.clear()
         pending = TODO.dispatch_on(there, timeout_s=60.0)
-        with opening(there, [first, second], lambda entry: entry.hedges > 0):
+        with opening(there, (lambda entry: entry.hedges > 0, [first, second])):
             assert torch.equal(expected, pending.result())
 
 
@@ -176,9 +183,45 @@ def test_others_that_fail_leave_it_to_who_is_late(
     ):
         learn(there)
         late.open.clear()
-        with opening(there, [late], lambda entry: entry.worker_id == "b" and entry.faults > 0):
+        with opening(there, (lambda entry: entry.worker_id == "b" and entry.faults > 0, [late])):
             assert torch.equal(expected, TODO.run(there, timeout_s=60.0))
         assert seen(there)["a"].calls == 1
+
+
+def test_a_late_wrong_reply_harms_nothing_that_others_have_sent(
+    checkpoint: Checkpoint, expected: torch.Tensor, direct: bool
+) -> None:
+    """Of two hedges one has answered when the late reply turns out to be wrong."""
+    first, second = Gate(), Gate()
+
+    def late_and_wrong(
+        request: pb.ForwardRequest, reply: pb.ForwardResponse
+    ) -> Iterable[pb.ForwardResponse]:
+        if not first.open.is_set():
+            assert first.open.wait(TIMEOUT_S)
+            outputs = np.full(len(reply.outputs.data) // 4, 7, np.float32)
+            outputs[-1] = np.nan
+            reply.outputs.data = outputs.tobytes()
+        return [reply]
+
+    store = loaded_store(checkpoint, "float32")
+    low, high = (loaded_store(checkpoint, "float32", part) for part in ("0-3", "4-7"))
+    with (
+        faulty_server(store, late_and_wrong, "a", direct=direct) as a,
+        faulty_server(low, right, "b", direct=direct) as b,
+        faulty_server(high, second.answer, "c", direct=direct) as c,
+    ):
+        others = [replace(server.entry, leaving=True) for server in (b, c)]
+        with remote(checkpoint, [a.entry, *others], direct=direct) as there:
+            learn(there)
+            first.open.clear()
+            second.open.clear()
+            with opening(
+                there,
+                (lambda entry: entry.worker_id == "b" and entry.calls > 0, [first]),
+                (lambda entry: "NaN" in entry.last_fault, [second]),
+            ):
+                assert torch.equal(expected, TODO.run(there, timeout_s=60.0))
 
 
 def test_nobody_answers(checkpoint: Checkpoint, direct: bool) -> None:

@@ -75,14 +75,19 @@ def test_the_budget_is_a_share_of_calls() -> None:
 def test_who_was_late_is_asked_again_once_it_is_heard_of() -> None:
     """Until then it gets probes, at times that double."""
     one = Trust()
-    one.be_late(100.0)
-    one.be_late(100.5)
+    assert one.be_late(100.0), "the log says so"
+    assert not one.be_late(100.5)
     assert one.is_suspect(200.0)
     probes = [now for now in range(100, 200) if one.wants_probe(float(now))]
     assert probes == [101, 103, 107, 115, 131, 161, 191]
     one.be_heard()
     assert not one.is_suspect(200.0)
     assert not one.wants_probe(1000.0)
+    assert one.be_late(1000.0)
+    one.be_heard()
+    assert not one.be_late(1000.5), "the log has said so within this second"
+    one.be_heard()
+    assert one.be_late(1001.0)
 
 
 def test_who_is_wrong_is_ejected_for_a_time_that_doubles() -> None:

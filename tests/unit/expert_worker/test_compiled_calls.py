@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from expert_worker import compiled_calls
 from expert_worker.server import ExpertServer
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
@@ -17,6 +18,8 @@ from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import decode_tensor
 from expertmesh.wire_encode import ReplyHead, encode_reply, join_message
+from expertmesh_kernels.cpu.serve import Shared
+from expertmesh_kernels.cpu.words import add, take
 from tests.support.direct_calls import (
     Caller,
     ask,
@@ -300,6 +303,33 @@ def test_an_expert_that_comes_waits_for_no_call(
         reply = ask(opened, message.SerializeToString())
     assert unusual == []
     assert timeless(reply) == reply_of_python(server, message.SerializeToString())
+
+
+def test_compiled_code_that_fails_harms_its_connection_alone(
+    server: ExpertServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without memory in the middle of a call: the connection ends, the device is free, and others
+    are answered."""
+    message = request(server).SerializeToString()
+    expected = reply_of_python(server, message)
+
+    def fails(fd: int, words: object, memory: object, shared: Shared, *_: object) -> int:
+        device, _, _, in_flight = shared
+        assert take(device, 0)
+        add(in_flight, 1)
+        raise MemoryError
+
+    with connection_to(server) as other, connection_to(server) as opened:
+        assert timeless(ask(other, message)) == expected
+        with monkeypatch.context() as patched:
+            patched.setattr(compiled_calls, "serve", fails)
+            with connection_to(server) as unlucky:
+                unlucky.sendall(framed(message))
+                assert unlucky.recv(10) == b""
+        assert server.state.calls_in_flight == 0
+        assert timeless(ask(other, message)) == expected
+        assert timeless(ask(opened, message)) == expected
+    assert "a direct connection failed" in caplog.text
 
 
 def test_hanging_up_ends_the_thread(server: ExpertServer) -> None:

@@ -69,6 +69,17 @@ def test_a_plan_is_not_made_anew_with_each_expert_that_is_loaded(
     assert made == [0.0, 1.0, 1.5]
 
 
+def test_what_is_uncovered_is_told_as_it_is() -> None:
+    """Also when it is as it was when the plan was made, and was not in between."""
+    leader = Leader(EXPERTS, POLICY)
+    workers = settle(leader, some_workers(2, 16), 0.0)
+    empty = [replace(view, resident=frozenset()) for view in workers]
+    for tenths, views in enumerate((workers, empty, workers), start=50):
+        leader.advance(views, EXPERTS.no_load(), tenths / 10)
+        assert leader.plan is not None
+        assert set(leader.plan.uncovered) == EXPERTS.keys() - set(copies_of(views))
+
+
 def test_a_lost_worker_is_given_time_to_come_back() -> None:
     """Nothing is moved while its copies are elsewhere too; after that they are made anew."""
     leader = Leader(EXPERTS, POLICY)
@@ -174,3 +185,12 @@ def test_a_policy_names_what_is_out_of_range(name: str, value: float) -> None:
     """With its value."""
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         PlacementPolicy(**{name: value})  # type: ignore[arg-type]
+
+
+def test_orders_of_two_terms_differ() -> None:
+    """An order that ends late is not taken for the same one of a later term."""
+    terms = [Leader(EXPERTS, POLICY, token) for token in (4, 5)]
+    first, second = (term.advance(some_workers(2, 16), EXPERTS.no_load(), 0.0) for term in terms)
+    assert {order.token for order in first} == {4}
+    assert set(first).isdisjoint(second)
+    assert second == [replace(order, token=5) for order in first]
