@@ -171,7 +171,9 @@ class Maintenance:
 def _stay_behind() -> None:
     """The calling thread has a core when others leave it one, where threads have priorities."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOADER_NICENESS)
+        thread = threading.get_native_id()
+        nicer = os.getpriority(os.PRIO_PROCESS, thread) + _LOADER_NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, nicer)  # the system knows the most there is
 
 
 def _attempt(change: Callable[[], object]) -> str | None:

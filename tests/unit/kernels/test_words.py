@@ -85,14 +85,27 @@ def test_who_waits_is_woken() -> None:
 
 
 def test_turns_that_are_wanted() -> None:
-    """The number of those who wait is right again whatever happens."""
+    """Who waits for long is counted while it does; the number is right again whatever happens."""
     turn = DeviceTurn()
+    got = []
+
+    def want() -> None:
+        with turn.held(10) as is_held:
+            got.append(is_held)
+
     with turn.held(1) as is_held:
         assert is_held
-        assert get(turn.wanted) == 1
+        assert get(turn.wanted) == 0
         with turn.held(0.001) as is_held_twice:
             assert not is_held_twice
-            assert get(turn.wanted) == 2
+        waiting = threading.Thread(target=want)
+        waiting.start()
+        deadline_s = time.monotonic() + 10
+        while get(turn.wanted) != 1 and time.monotonic() < deadline_s:
+            waiting.join(0.001)
+        assert get(turn.wanted) == 1
+    waiting.join(10)
+    assert got == [True]
     with pytest.raises(RuntimeError, match="failed"), turn.held(1):
         raise RuntimeError("failed")
     assert (get(turn.wanted), get(turn.device)) == (0, 0)
