@@ -24,6 +24,8 @@ RESET = struct.pack("ii", 1, 0)
 
 
 NUM_LOST = 6
+NOTICED_S = 0.3
+"""Generous: gRPC tells the end of one stream after the other, each in a thread of its own."""
 
 
 class Client:
@@ -71,6 +73,7 @@ def lose_one(server: ExpertServer, message: bytes, *, resets: bool) -> None:
         finally:
             client.vanish()
         poll(lambda: server.state.num_hand_overs == 0, timeout_s=TIMEOUT_S, what="it is gone")
+        threading.Event().wait(NOTICED_S)
     poll(lambda: server.state.calls_in_flight == 0, timeout_s=TIMEOUT_S, what="none is left")
     poll(lambda: server.state.num_streams == 0, timeout_s=TIMEOUT_S, what="no stream is open")
     assert server.state.load().calls == calls
