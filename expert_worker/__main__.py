@@ -95,6 +95,9 @@ def _serve(
             announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})
             with QuietGc(lambda: worker.server.state.load().calls):
                 stopping.wait()
+    except StartupError:
+        worker.server.state.begin_drain(0.0)  # nobody is to wait for what it holds already
+        raise
     finally:
         end_within(worker.begin_drain() + _ENDING_S)
         worker.stop()

@@ -149,6 +149,17 @@ def test_the_time_of_a_drain_is_bounded(
     assert gateway.says.drain.experts_left == 12
 
 
+def test_a_start_that_failed_waits_for_nobody(
+    server: ExpertServer, opened: grpc.Channel, pool: ThreadPoolExecutor
+) -> None:
+    """A drain that was begun without any time keeps to that, whatever else `stop` allows."""
+    gateway = Gateway(opened, pool, hands_over=True)
+    server.state.begin_drain(0.0)
+    pool.submit(server.stop, LONG_S).result(TIMEOUT_S)
+    gateway.wait_end()
+    assert gateway.says.drain.time_left_ms == 0
+
+
 def test_calls_in_flight_are_answered(checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
     """An order to drain: new calls are refused once nothing is left to hand over, and it ends when
     the last call has ended. A second order changes nothing, and tells as much."""
