@@ -128,7 +128,10 @@ class CompiledCalls:
             if end == UNUSUAL:
                 received = self._take_unusual(served)
                 wanted = replace(received, is_wanted=lambda: is_connected(connection))
-                send_parts(connection, answer(wanted))
+                reply = answer(wanted)
+                if not is_connected(connection):  # else what has come already would be computed
+                    raise DirectConnectionError("the peer has closed it")
+                send_parts(connection, reply)
             elif end == frames.NEEDS_MEMORY:
                 served.grow()
             else:

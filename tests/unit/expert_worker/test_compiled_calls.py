@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -325,7 +326,8 @@ def test_compiled_code_that_fails_harms_its_connection_alone(
             patched.setattr(compiled_calls, "serve", fails)
             with connection_to(server) as unlucky:
                 unlucky.sendall(framed(message))
-                assert unlucky.recv(10) == b""
+                with contextlib.suppress(ConnectionResetError):  # as the call was not read
+                    assert unlucky.recv(10) == b""
         assert server.state.calls_in_flight == 0
         assert timeless(ask(other, message)) == expected
         assert timeless(ask(opened, message)) == expected
