@@ -2,7 +2,8 @@
 
 Threads: `expert-loader` (one, so that the disk is read in order, and behind all other threads for
 the cores) and `expert-unloader` (two) work through jobs and put progress into the job's queue,
-whose reader is the RPC's handler. A job goes on when its client has left. Both end with `stop`.
+whose reader is the RPC's handler. A job goes on when its client has left. `expert-tidy` gives
+memory back some time after a job. All end with `stop`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Maintenance:
         self._lock = threading.Lock()
         self._leader_token = 0
         self._tidy_at_s = 0.0  # on the monotonic clock
+        self._tidier = threading.Timer(0.0, give_back_freed_memory)  # the last one that was needed
         self._num_jobs = 0
 
     def authorise(self, incarnation: int, leader_token: int) -> None:
@@ -94,6 +96,9 @@ class Maintenance:
         """Lets what is running end and drops the rest. The state was stopped before."""
         for pool in (self._loader, self._unloader):
             pool.shutdown(wait=True, cancel_futures=True)
+        self._tidier.cancel()
+        if self._tidier.ident is not None:
+            self._tidier.join()
 
     def _start(
         self, pool: ThreadPoolExecutor, experts: ExpertIds, job: Callable[[Events], None]
@@ -123,10 +128,16 @@ class Maintenance:
             events.put(None)
 
     def _tidy(self) -> None:
-        """Gives memory back, now and then: it holds up whoever allocates meanwhile."""
-        now_s = time.monotonic()
-        if now_s >= self._tidy_at_s:
-            self._tidy_at_s = now_s + _TIDY_EVERY_S
+        """Gives memory back, at once or later: it holds up whoever allocates meanwhile."""
+        with self._lock:
+            wait_s = self._tidy_at_s - time.monotonic()
+            if wait_s <= 0:
+                self._tidy_at_s += _TIDY_EVERY_S - wait_s
+            elif not self._tidier.is_alive():
+                self._tidier = threading.Timer(wait_s, give_back_freed_memory)
+                self._tidier.name, self._tidier.daemon = "expert-tidy", True
+                self._tidier.start()
+        if wait_s <= 0:
             give_back_freed_memory()
 
     def _progress(self, events: Events) -> Iterator[Event]:
