@@ -27,7 +27,7 @@ from tests.support.tiny_checkpoints import LLAMA
 pytestmark = [pytest.mark.alone, pytest.mark.chaos]
 
 NUM_EXPERTS, NUM_WORKERS, NUM_STREAMS = 16, 4, 16
-SKEW = 5.0
+SKEW = 8.0
 SHAPE = replace(LLAMA, seed=25)
 HOT_SHARE, GAIN = 0.9, 1.3
 PROGRAM = ("-m", "bench.timed_expert_worker", "--call-us", "200", "--expert-us", "2000")

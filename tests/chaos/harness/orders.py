@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 import grpc
@@ -17,6 +16,7 @@ from tests.support.tiny_checkpoints import TinyShape
 Pairs = frozenset[tuple[int, int]]
 """(layer, expert)."""
 _TIMEOUT_S = 60.0
+_TOKEN = 1  # of the first leader, so that one may come after us
 
 
 def all_pairs(shape: TinyShape) -> Pairs:
@@ -36,7 +36,7 @@ def resident(worker: PoolWorker) -> Pairs:
 def load(worker: PoolWorker, pairs: Iterable[tuple[int, int]]) -> None:
     """Has experts loaded; fails unless they all are."""
     request = pb.LoadExpertsRequest(
-        incarnation=worker.state().incarnation, leader_token=_token(), experts=_ids(pairs)
+        incarnation=worker.state().incarnation, leader_token=_TOKEN, experts=_ids(pairs)
     )
     with grpc.insecure_channel(worker.address) as channel:
         replies = list(rpc.ExpertServiceStub(channel).LoadExperts(request, timeout=_TIMEOUT_S))
@@ -46,7 +46,7 @@ def load(worker: PoolWorker, pairs: Iterable[tuple[int, int]]) -> None:
 def unload(worker: PoolWorker, pairs: Iterable[tuple[int, int]]) -> None:
     """Has experts retired and freed; fails unless they all are."""
     request = pb.UnloadExpertsRequest(
-        incarnation=worker.state().incarnation, leader_token=_token(), experts=_ids(pairs)
+        incarnation=worker.state().incarnation, leader_token=_TOKEN, experts=_ids(pairs)
     )
     with grpc.insecure_channel(worker.address) as channel:
         replies = list(rpc.ExpertServiceStub(channel).UnloadExperts(request, timeout=_TIMEOUT_S))
@@ -75,10 +75,6 @@ def _wait_known(mesh: Mesh, placement: Sequence[Pairs]) -> None:
         return {worker["address"]: worker["num_experts"] for worker in workers} == by_address
 
     poll(is_known, timeout_s=30.0, what="the gateway knows the placement")
-
-
-def _token() -> int:
-    return time.monotonic_ns()
 
 
 def _ids(pairs: Iterable[tuple[int, int]]) -> list[pb.ExpertId]:
