@@ -108,6 +108,16 @@ class ExpertMap:
             found.setdefault((self.moe_layers[slot], expert), []).append(index)
         return {key: tuple(indices) for key, indices in found.items()}
 
+    def only_adds_copies_to(self, old: ExpertMap) -> bool:
+        """True if it has what the map before had, and beside that further copies of it alone.
+
+        Args:
+            old: A map of the same expert workers.
+        """
+        before_WSE, now_WSE = old._held_WSE, self._held_WSE
+        is_kept = not (before_WSE & ~now_WSE).any()
+        return is_kept and bool((before_WSE.any(axis=0) == now_WSE.any(axis=0)).all())
+
     def uncovered(self) -> dict[int, tuple[int, ...]]:
         """Layer to its experts without a usable copy; empty if all are covered."""
         missing: dict[int, tuple[int, ...]] = {}

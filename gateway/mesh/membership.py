@@ -251,11 +251,8 @@ class Membership:
     def _is_due(self, old: ExpertMap, new: ExpertMap) -> bool:
         """False for further copies alone, a moment after the last map: they come by the hundreds,
         and each map makes attention workers look at all of it again."""
-        return _headline(old) != _headline(new) or not (
-            old.holders.keys() == new.holders.keys()
-            and all(set(held) <= set(new.holders[key]) for key, held in old.holders.items())
-            and time.monotonic() - self._map_s < COPIES_INTERVAL_S
-        )
+        is_early = time.monotonic() - self._map_s < COPIES_INTERVAL_S
+        return not (is_early and _lives(old) == _lives(new) and new.only_adds_copies_to(old))
 
     def _tell(self, old: ExpertMap) -> None:
         new = self._map
@@ -311,10 +308,14 @@ def _log_status(status: ExpertWorkerStatus) -> None:
 
 def _headline(expert_map: ExpertMap) -> tuple[tuple[tuple[str, int, bool], ...], bool]:
     """What is worth a line in the log: who is there, and whether all experts are covered."""
-    workers = tuple(
+    return _lives(expert_map), not expert_map.uncovered()
+
+
+def _lives(expert_map: ExpertMap) -> tuple[tuple[str, int, bool], ...]:
+    """Who is there."""
+    return tuple(
         (worker.worker_id, worker.incarnation, worker.leaving) for worker in expert_map.workers
     )
-    return workers, not expert_map.uncovered()
 
 
 @dataclass(frozen=True)
