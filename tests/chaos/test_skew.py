@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.chaos]
 
 NUM_EXPERTS, NUM_WORKERS, NUM_STREAMS = 16, 4, 16
 SKEW = 8.0
-SHAPE = replace(LLAMA, seed=25)
+SHAPE = replace(LLAMA, seed=27)
 HOT_SHARE, GAIN = 0.9, 1.3
 PROGRAM = ("-m", "bench.timed_expert_worker", "--call-us", "200", "--expert-us", "2000")
 FLOAT32 = ("--dtype", "float32")
