@@ -85,10 +85,10 @@ class PoolWorker:
     def hang(self, for_s: float) -> None:
         """Stops all its threads, as SIGSTOP does, and lets them go on after so many seconds.
 
-        A shell does both: a stopped process that everybody has left would be there for good.
+        A shell of its own session does both: nothing but SIGCONT and SIGKILL ends a stopped process.
         """
         commands = f"kill -STOP {self.pid}; sleep {for_s}; kill -CONT {self.pid}"
-        subprocess.run(["sh", "-c", commands], check=True)
+        subprocess.run(["sh", "-c", commands], check=True, start_new_session=True)
 
     def stop(self) -> None:
         """Asks it to end; fails unless it does, with exit code 0, and leaves nothing behind."""
