@@ -85,7 +85,7 @@ class PoolWorker:
     def hang(self, for_s: float) -> None:
         """Stops all its threads, as SIGSTOP does, and lets them go on after so many seconds.
 
-        A shell of its own session does both: nothing but SIGCONT and SIGKILL ends a stopped process.
+        A shell in a session of its own does both, so that it outlives whoever has asked for it.
         """
         commands = f"kill -STOP {self.pid}; sleep {for_s}; kill -CONT {self.pid}"
         subprocess.run(["sh", "-c", commands], check=True, start_new_session=True)
