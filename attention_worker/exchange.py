@@ -242,8 +242,7 @@ class Exchange:
             self._open_links()
             return
         self._partners, self._streams = partners, partners.streams
-        tables = partners.tables if self._streams else {}
-        self._tables = {layer: (*table,) for layer, table in tables.items()}
+        self._tables = {layer: (*table,) for layer, table in partners.tables.items()}
         self._routes = {}
         self._connections = [None] * len(self._streams)
         self._links_W = np.array([stream.link.address for stream in self._streams], np.int64)
@@ -287,12 +286,12 @@ class Exchange:
         self._open_links()
         return ExchangeWords(self._state, self._links_W, self._calls_WC)
 
-    def routes(self, first: int, count: int) -> LayerRoutes | None:
-        """Where rows of successive layers go, kept for the same partners; None without any."""
+    def routes(self, first: int, count: int) -> LayerRoutes:
+        """Where rows of successive layers go, kept for the same partners."""
         key = first, count
-        if key not in self._routes and self._streams:
+        if key not in self._routes:
             self._routes[key] = _stacked([self._tables[first + at] for at in range(count)])
-        return self._routes.get(key)
+        return self._routes[key]
 
     def sent_elsewhere(self, dispatch: Dispatch) -> Exchanged:
         """A dispatch that compiled code for several layers has sent and could not receive."""

@@ -121,7 +121,7 @@ class ExchangingLayers:
         try:
             while layer < count:
                 words = self.exchange.words_for(rows[1], top_k)
-                if words is None or routes is None:
+                if words is None:
                     rows = yield from self.single[layer].run(rows, inputs, calls)
                     layer += 1
                     continue

@@ -125,7 +125,8 @@ def test_watch_experts_starts_with_a_snapshot(stub: rpc.GenerationServiceStub) -
     snapshot = next(stream)
     stream.cancel()
     assert [worker.state for worker in snapshot.workers] == ["ready", "ready"]
-    assert [worker.num_experts for worker in snapshot.workers] == [12, 12]
+    assert sum(worker.num_experts for worker in snapshot.workers) >= 24  # copies come by and by
+    assert not snapshot.uncovered
     assert list(snapshot.uncovered) == []
 
 

@@ -160,7 +160,9 @@ class Line:
     async def reset(self) -> None:
         """Resets all connections; new ones are served."""
         for writer in self._writers:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            with suppress(OSError):  # it is closed already
+                own = writer.get_extra_info("socket")
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             writer.transport.abort()
 
     async def _carry(
