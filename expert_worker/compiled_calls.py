@@ -122,7 +122,7 @@ class CompiledCalls:
         while True:
             try:
                 end = served.run()
-            except Exception:
+            except MemoryError:
                 self._give_up_call(counters)
                 raise
             if end == UNUSUAL:
@@ -138,7 +138,7 @@ class CompiledCalls:
                 raise served.error(end)
 
     def _give_up_call(self, counters: CallCounters) -> None:
-        """After compiled code failed, as it does without memory: the device is for others again."""
+        """Compiled code ran out of memory in the middle of it: the device is for others again."""
         if counters.num_in_flight:
             self._turn.give_back()
             add(counters.in_flight.ctypes.data, -1)

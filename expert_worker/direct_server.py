@@ -171,7 +171,7 @@ class DirectServer:
                 logger.debug("a direct connection ended: %s", error)
             except OSError as error:
                 logger.info("a direct connection was lost: %s", error)
-            except Exception:
+            except MemoryError:
                 logger.exception("a direct connection failed; calls come over its stream")
 
     def _admit(self, connection: socket.socket) -> bool:

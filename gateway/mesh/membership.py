@@ -184,6 +184,9 @@ class Membership:
                 self._read(member, news.content)
         if self._news.empty():  # a burst of snapshots, as experts are loaded, makes one map
             self._fold()
+            if not isinstance(news, _Tick):
+                for listener in self._news_listeners:
+                    listener()
 
     def _follow(self, addresses: Addresses) -> None:
         self._drop(set(self._members) - set(addresses))
@@ -245,8 +248,6 @@ class Membership:
         self._status = self._make_status()
         if changed:
             self._tell(old)
-        for listener in self._news_listeners:
-            listener()
 
     def _is_due(self, old: ExpertMap, new: ExpertMap) -> bool:
         """False for further copies alone, a moment after the last map: they come by the hundreds,

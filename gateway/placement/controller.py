@@ -25,7 +25,7 @@ from gateway.placement.operator import PlacementRefusedError, UnknownWorkerError
 from gateway.placement.order_calls import OnEnd, OrderEnd, Orders
 from gateway.placement.plan import plan
 from gateway.placement.report import MoveCounts, PlacementReport
-from gateway.placement.state import Experts, PlacementPolicy, Plan, WorkerView
+from gateway.placement.state import ExpertLoad, Experts, PlacementPolicy, Plan, WorkerView
 
 logger = logging.getLogger("gateway.placement")
 
@@ -33,6 +33,9 @@ SETTLE_S = 2.0
 """While nothing is resident anywhere, all expert workers that are known are waited for, so long
 after the first of them answers."""
 _TICK_S = 0.5
+_GATHER_S = 0.02
+_REST = 4.0
+"""Times of a turn between it and the next."""
 _JOIN_S = 5.0
 
 
@@ -125,7 +128,13 @@ class PlacementController:
             raise UnknownWorkerError(worker_id, sorted(known))
         view = known[worker_id].view
         others = [worker.view for worker in known.values() if worker.view is not view]
-        without = plan(self._experts, others, self._load.load_LE(), self._policy)
+        load_LE = self._report.load
+        without = plan(
+            self._experts,
+            others,
+            self._experts.no_load() if load_LE is None else load_LE,
+            self._policy,
+        )
         if without.unplaced:
             raise PlacementRefusedError(
                 f"{len(without.unplaced)} experts would fit on no other expert worker than "
@@ -146,22 +155,35 @@ class PlacementController:
     # --- the thread ---
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._wake.wait(_TICK_S)
-            self._wake.clear()
-            try:
-                self._turn(self._workers.known_workers(), self._clock())
-            except Exception:
-                # What is resident goes on serving; the next turn begins from the truth again.
-                logger.exception("experts could not be placed")
+        try:
+            while not self._stopping.is_set():
+                self._wake.wait(_TICK_S)
+                self._wake.clear()
+                began_s = time.monotonic()
+                self._try_turn()
+                # News that comes meanwhile is for one turn, and a large mesh leaves the core to
+                # others most of the time.
+                took_s = time.monotonic() - began_s
+                self._stopping.wait(max(_GATHER_S, _REST * took_s))
+        finally:  # a fault of ours, or the end: let others lead
+            self._election.stop()
+
+    def _try_turn(self) -> None:
+        try:
+            self._turn(self._workers.known_workers(), self._clock())
+        except (MemoryError, OSError, RuntimeError):  # of this process: no memory, files, threads
+            logger.exception("experts could not be placed")
+            self._orders.keep(())
+            self._term = None  # what is resident goes on serving, and is the truth to begin from
 
     def _turn(self, known: Sequence[KnownWorker], now_s: float) -> None:
         self._load.take([(_life(worker.view), worker.pairs) for worker in known], now_s)
+        load_LE = self._load.load_LE()
         self._orders.keep([_life(worker.view) for worker in known])
         term = self._term = self._present_term()
         self._take_ends(term, now_s)
         if term is not None and self._has_settled(known, now_s):
-            self._lead_on(term, known, now_s)
+            self._lead_on(term, known, load_LE, now_s)
         self._report = PlacementReport(
             self._experts,
             self._policy,
@@ -169,7 +191,7 @@ class PlacementController:
             tuple(worker.view for worker in known),
             None if term is None else term.leader.plan,
             () if term is None else tuple(term.leader.pending),
-            self._load.load_LE(),
+            load_LE,
             self._moved,
         )
 
@@ -205,13 +227,15 @@ class PlacementController:
         is_early = now_s - self._first_known_s < SETTLE_S and not self._workers.all_heard
         return not (is_empty and is_early)
 
-    def _lead_on(self, term: _Term, known: Sequence[KnownWorker], now_s: float) -> None:
+    def _lead_on(
+        self, term: _Term, known: Sequence[KnownWorker], load_LE: ExpertLoad, now_s: float
+    ) -> None:
         if self._rebalance.is_set():
             self._rebalance.clear()
             term.leader.rebalance()
         views = [worker.view for worker in known]
         addresses = {worker.view.worker_id: worker.address for worker in known}
-        orders = term.leader.advance(views, self._load.load_LE(), now_s)
+        orders = term.leader.advance(views, load_LE, now_s)
         self._tell(term.leader.plan)
         for order in orders:
             logger.debug("order to %s: %s %s", order.worker_id, order.kind, order.experts)

@@ -43,6 +43,8 @@ class RecentLoad:
         present = dict(counts)
         for life, pairs in present.items():
             before = self._seen.get(life, {})
+            if pairs is before:
+                continue  # nothing was heard of it since
             for key, count in pairs.items():
                 layer, expert = key
                 self._load_LE[self._slot_of[layer], expert] += max(0, count - before.get(key, 0))

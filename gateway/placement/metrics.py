@@ -28,9 +28,9 @@ class PlacementCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Gauges and counters."""
         report = self._report()
-        copies = report.num_copies()
+        copies = report.num_copies
         waiting = {"load": 0, "unload": 0}
-        for kind, _, _ in report.moves():
+        for kind, _, _ in report.moves:
             waiting[kind] += 1
         gauges = {
             "placement_leader": ("1 if this gateway leads the placement", report.token is not None),

@@ -127,7 +127,7 @@ class OrderCalls:
         except grpc.RpcError as error:
             end = _failed(order, error)
         with self._lock:
-            del self._open[order]
+            self._open.pop(order, None)  # an equal one may have been given after it was given up
             self._given_up.discard(order)
         self._on_end(end)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
 from gateway.placement.arrays import holds_of
 from gateway.placement.balance import imbalance, slowest_L
@@ -20,7 +20,7 @@ from gateway.placement.state import (
     WorkerView,
 )
 
-Json = dict[str, Any]
+Json = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class PlacementReport:
     load: ExpertLoad | None = field(default=None, repr=False)
     moved: MoveCounts = MoveCounts()
 
+    @cached_property
     def num_copies(self) -> Counter[ExpertKey]:
         """Usable copies of each expert that has any."""
         there = (view for view in self.workers if not view.absent)
@@ -62,7 +63,7 @@ class PlacementReport:
 
     def fewest_copies(self) -> int:
         """Usable copies of the expert that has least."""
-        copies = self.num_copies()
+        copies = self.num_copies
         is_whole = len(copies) == self.experts.num_pairs
         return min(copies.values(), default=0) if is_whole else 0
 
@@ -71,6 +72,7 @@ class PlacementReport:
         loads = (order for order in self.pending if order.kind == "load")
         return len(set(keys) & {key for order in loads for key in order.experts})
 
+    @cached_property
     def moves(self) -> tuple[tuple[str, ExpertKey, str], ...]:
         """What the plan adds and takes away: `load` or `unload`, expert, worker."""
         target = {} if self.plan is None else self.plan.target
@@ -97,7 +99,7 @@ class PlacementReport:
 
     def to_json(self) -> Json:
         """For the admin API."""
-        copies = self.num_copies()
+        copies = self.num_copies
         return {
             "leader": self.token is not None,
             "token": self.token,
@@ -135,7 +137,7 @@ class PlacementReport:
             "imbalance_after": self.plan.imbalance_after,
             "moves": [
                 {"kind": kind, "layer": key[0], "expert": key[1], "worker_id": worker_id}
-                for kind, key, worker_id in self.moves()
+                for kind, key, worker_id in self.moves
             ],
         }
 

@@ -6,19 +6,13 @@ It forwards bytes: what it counts is what was on the wire.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
-from typing import Self
 
-import grpc
 import numpy as np
 
 from expertmesh.v1 import expert_service_pb2 as pb
-
-FORWARD = "/expertmesh.v1.ExpertService/Forward"
+from tests.support.grpc_relay import FORWARD, GrpcRelay
 
 
 @dataclass(frozen=True)
@@ -41,83 +35,26 @@ class SeenCall:
         return self.step, self.layer, self.micro_batch
 
 
-class CountingProxy:
+class CountingProxy(GrpcRelay):
     """A gRPC server that stands in for the expert worker at `target`."""
 
     def __init__(self, target: str) -> None:
+        super().__init__(target)
         self._lock = threading.Lock()
         self._calls: list[SeenCall] = []
-        self._channel = grpc.insecure_channel(target)
-        self._pool = ThreadPoolExecutor(16, thread_name_prefix="counting-proxy")
-        self._server = grpc.server(
-            self._pool,
-            handlers=[_Handler(self._relay)],
-            options=[("grpc.max_receive_message_length", -1)],
-        )
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        self._server.start()
 
-    @property
-    def address(self) -> str:
-        """host:port to give to the gateway."""
-        return f"127.0.0.1:{self.port}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.stop(0).wait(5)
-        self._channel.close()
-        self._pool.shutdown()
+    def asked(self, method: str, message: bytes) -> None:
+        """Remembers a call."""
+        if method == FORWARD:
+            call = _seen(pb.ForwardRequest.FromString(message))
+            with self._lock:
+                self._calls.append(call)
 
     def take(self) -> list[SeenCall]:
         """The calls since the last take, in the order of arrival."""
         with self._lock:
             calls, self._calls = self._calls, []
         return calls
-
-    def _relay(
-        self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        upstream = self._channel.stream_stream(method)(self._noted(method, requests))
-        context.add_callback(upstream.cancel)
-        try:
-            yield from upstream
-        except grpc.RpcError as error:
-            if context.is_active() and isinstance(error, grpc.Call):
-                context.abort(error.code(), error.details() or "")
-
-    def _noted(self, method: str, requests: Iterator[bytes]) -> Iterator[bytes]:
-        for data in requests:
-            if method == FORWARD:
-                call = _seen(pb.ForwardRequest.FromString(data))
-                with self._lock:
-                    self._calls.append(call)
-            yield data
-
-
-class _Handler(grpc.GenericRpcHandler):
-    """Takes every method as a stream of bytes both ways, which all kinds of calls are."""
-
-    def __init__(
-        self,
-        relay: Callable[[str, Iterator[bytes], grpc.ServicerContext], Iterator[bytes]],
-    ) -> None:
-        self._relay = relay
-
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        """The handler of one method."""
-        method = details.method
-
-        def relay(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            return self._relay(method, requests, context)
-
-        return grpc.stream_stream_rpc_method_handler(relay)
 
 
 def _seen(message: pb.ForwardRequest) -> SeenCall:

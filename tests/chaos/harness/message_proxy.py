@@ -1,26 +1,16 @@
-"""A gRPC proxy in front of an expert worker that changes what the worker says.
-
-It passes on every method as a stream of bytes both ways, which all kinds of calls are. It offers no
-direct connection, so all rows travel over gRPC.
-"""
+"""A gRPC proxy in front of an expert worker that changes what the worker says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Self
-
-import grpc
+from collections.abc import Iterable
 
 from tests.chaos.harness.network import ReplyFault, unchanged
+from tests.support.grpc_relay import FORWARD, WATCH, GrpcRelay
 
-FORWARD = "/expertmesh.v1.ExpertService/Forward"
-WATCH = "/expertmesh.v1.ExpertService/Watch"
-_UNBOUNDED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+__all__ = ["FORWARD", "WATCH", "MessageProxy"]
 
 
-class MessageProxy:
+class MessageProxy(GrpcRelay):
     """Stands in for the expert worker at `target`.
 
     Args:
@@ -28,59 +18,10 @@ class MessageProxy:
     """
 
     def __init__(self, target: str) -> None:
+        super().__init__(target)
         self.faults: dict[str, ReplyFault] = {}
         """By method, what becomes of its replies."""
-        self._channel = grpc.insecure_channel(target, options=_UNBOUNDED)
-        self._pool = ThreadPoolExecutor(16, thread_name_prefix="message-proxy")
-        self._server = grpc.server(
-            self._pool, handlers=[_AllMethods(self._pass)], options=_UNBOUNDED
-        )
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
-    def __enter__(self) -> Self:
-        self._server.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.stop(0).wait(5)
-        self._channel.close()
-        self._pool.shutdown()
-
-    def _pass(
-        self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        call: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(method)
-        replies = call(requests)
-        context.add_callback(lambda: _end(replies))
-        context.send_initial_metadata(())
-        try:
-            for reply in replies:
-                yield from self.faults.get(method, unchanged)(reply)
-        except grpc.RpcError as error:
-            if context.is_active() and isinstance(error, grpc.Call):
-                context.abort(error.code(), error.details() or "")
-
-
-class _AllMethods(grpc.GenericRpcHandler):
-    def __init__(
-        self, serve: Callable[[str, Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
-    ) -> None:
-        self._serve = serve
-
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
-        """The handler of one method."""
-        method = details.method
-
-        def serve(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            return self._serve(method, requests, context)
-
-        return grpc.stream_stream_rpc_method_handler(serve)
-
-
-def _end(call: grpc.Call) -> None:
-    call.cancel()
+    def answered(self, method: str, message: bytes) -> Iterable[bytes]:
+        """As its fault has it."""
+        return self.faults.get(method, unchanged)(message)

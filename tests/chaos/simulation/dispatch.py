@@ -101,11 +101,6 @@ class SimulatedAttention:
         self._map: ExpertMap | None = None
         self._step: _Step | None = None
 
-    @property
-    def is_waiting(self) -> bool:
-        """True while a step is not complete."""
-        return self._step is not None
-
     def take_map(self, expert_map: ExpertMap) -> None:
         """A new expert map; the step that is on its way uses it too."""
         self._map = expert_map

@@ -17,7 +17,7 @@ from tests.support.expert_servers import faulty_server, loaded_store
 from tests.support.expert_work import NUM_EXPERTS, Work, local, remote, right, work
 from tests.support.tiny_checkpoints import MIXTRAL
 
-TODO = work(40)
+JOB = work(40)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def direct(request: pytest.FixtureRequest) -> bool:
 
 def expected(checkpoint: Checkpoint, missing: set[int]) -> torch.Tensor:
     """The result without some experts, with those in this process."""
-    routing = TODO.routing
+    routing = JOB.routing
     is_out_TK, weights_TK = without(routing.topk_ids_TK, routing.topk_weights_TK, missing)
     assert is_out_TK.any(axis=1).sum() > is_out_TK.all(axis=1).sum() > 0
     assert np.allclose(
@@ -42,19 +42,19 @@ def expected(checkpoint: Checkpoint, missing: set[int]) -> torch.Tensor:
         routing.topk_weights_TK.sum(axis=1)[~is_out_TK.all(axis=1)],
     )
     reduced = Routing.of(routing.topk_ids_TK, weights_TK, NUM_EXPERTS)
-    return Work(TODO.h_TH, reduced).run(local(checkpoint))
+    return Work(JOB.h_TH, reduced).run(local(checkpoint))
 
 
 def test_what_nobody_holds_is_left_out(checkpoint: Checkpoint, direct: bool) -> None:
     """Weights of the others are raised to the same sum; a row without any gets zeros."""
     missing = {0, 1, 2, 3}
-    num_pairs = int(np.isin(TODO.routing.topk_ids_TK, list(missing)).sum())
+    num_pairs = int(np.isin(JOB.routing.topk_ids_TK, list(missing)).sum())
     store = loaded_store(checkpoint, "float32", "4-7")
     with (
         faulty_server(store, right, direct=direct) as server,
         remote(checkpoint, [server.entry], direct=direct, allow_degraded=True) as there,
     ):
-        assert torch.equal(expected(checkpoint, missing), TODO.run(there))
+        assert torch.equal(expected(checkpoint, missing), JOB.run(there))
         assert (there.take_dropped(), there.take_dropped()) == (num_pairs, 0)
 
 
@@ -73,5 +73,5 @@ def test_what_is_lost_on_the_way_is_left_out(checkpoint: Checkpoint, direct: boo
         faulty_server(high, right, "b", direct=direct) as b,
         remote(checkpoint, [a.entry, b.entry], direct=direct, allow_degraded=True) as there,
     ):
-        assert torch.equal(expected(checkpoint, {0, 1, 2, 3}), TODO.run(there))
+        assert torch.equal(expected(checkpoint, {0, 1, 2, 3}), JOB.run(there))
         assert there.take_dropped() > 0

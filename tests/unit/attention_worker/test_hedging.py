@@ -20,14 +20,14 @@ from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.v1 import expert_service_pb2 as pb
 from tests.conftest import Models
-from tests.support.expert_servers import FaultyServer, faulty_server, loaded_store
+from tests.support.expert_servers import Answer, FaultyServer, faulty_server, loaded_store
 from tests.support.expert_work import TIMEOUT_S, local, remote, right, silent, work
 from tests.support.processes import poll
 from tests.support.tiny_checkpoints import MIXTRAL
 
 NUM_LEARNED = 4
 """Calls from which it is known how long they take."""
-TODO = work(12)
+JOB = work(12)
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,27 @@ def checkpoint(models: Models) -> Checkpoint:
 @pytest.fixture(scope="module")
 def expected(checkpoint: Checkpoint) -> torch.Tensor:
     """The result with the experts in this process."""
-    return TODO.run(local(checkpoint))
+    return JOB.run(local(checkpoint))
 
 
 @pytest.fixture(params=[False, True], ids=["grpc", "direct"])
 def direct(request: pytest.FixtureRequest) -> bool:
     """Whether expert workers offer direct connections."""
     return bool(request.param)
+
+
+@contextmanager
+def two_workers(
+    checkpoint: Checkpoint, answer_a: Answer, answer_b: Answer, *, direct: bool
+) -> Iterator[tuple[FaultyServer, RemoteExperts]]:
+    """The first of two expert workers with all experts, and a client of both."""
+    store = loaded_store(checkpoint, "float32")
+    with (
+        faulty_server(store, answer_a, "a", direct=direct) as a,
+        faulty_server(store, answer_b, "b", direct=direct) as b,
+        remote(checkpoint, [a.entry, b.entry], direct=direct) as there,
+    ):
+        yield a, there
 
 
 class Gate:
@@ -66,7 +80,7 @@ class Gate:
 def learn(there: RemoteExperts) -> None:
     """Dispatches from which it is known how long calls take."""
     for _ in range(NUM_LEARNED):
-        TODO.run(there)
+        JOB.run(there)
     there.observations()
 
 
@@ -118,26 +132,26 @@ def test_a_late_call_is_answered_by_others_and_its_reply_dropped(
         learn(there)
         gate.open.clear()
         started_s = time.monotonic()
-        assert torch.equal(expected, TODO.run(there, timeout_s=60.0))
+        assert torch.equal(expected, JOB.run(there, timeout_s=60.0))
         assert time.monotonic() - started_s < 10.0, "a third of its time at most"
         news = seen(there)["a"]
         assert (news.hedges, news.faults, news.retries, news.calls) == (1, 1, 0, 0)
         before = count(slow)
         there.begin_step(2)
-        assert torch.equal(expected, TODO.run(there))
+        assert torch.equal(expected, JOB.run(there))
         assert count(slow) == before
         gate.open.set()
 
         def is_asked() -> bool:
             there.begin_step(there._step_id.step + 1)
-            assert torch.equal(expected, TODO.run(there))
+            assert torch.equal(expected, JOB.run(there))
             return count(slow) > before
 
         poll(is_asked, timeout_s=TIMEOUT_S, what="it is asked again")
         assert seen(there)["a"].late_replies == 1
         if direct:
             there.begin_step(there._step_id.step + 1)
-            pending = TODO.dispatch_on(there)
+            pending = JOB.dispatch_on(there)
             assert isinstance(pending, Exchanged), "compiled code sends again"
             assert torch.equal(expected, pending.result())
 
@@ -155,7 +169,7 @@ def test_who_is_late_may_still_be_first(
         learn(there)
         first.open.clear()
         second.open.clear()
-        pending = TODO.dispatch_on(there, timeout_s=60.0)
+        pending = JOB.dispatch_on(there, timeout_s=60.0)
         with opening(there, (lambda entry: entry.hedges > 0, [first, second])):
             assert torch.equal(expected, pending.result())
 
@@ -184,7 +198,7 @@ def test_others_that_fail_leave_it_to_who_is_late(
         learn(there)
         late.open.clear()
         with opening(there, (lambda entry: entry.worker_id == "b" and entry.faults > 0, [late])):
-            assert torch.equal(expected, TODO.run(there, timeout_s=60.0))
+            assert torch.equal(expected, JOB.run(there, timeout_s=60.0))
         assert seen(there)["a"].calls == 1
 
 
@@ -221,20 +235,15 @@ def test_a_late_wrong_reply_harms_nothing_that_others_have_sent(
                 (lambda entry: entry.worker_id == "b" and entry.calls > 0, [first]),
                 (lambda entry: "NaN" in entry.last_fault, [second]),
             ):
-                assert torch.equal(expected, TODO.run(there, timeout_s=60.0))
+                assert torch.equal(expected, JOB.run(there, timeout_s=60.0))
 
 
 def test_nobody_answers(checkpoint: Checkpoint, direct: bool) -> None:
     """The dispatch ends at its deadline and names what is missing."""
-    store = loaded_store(checkpoint, "float32")
-    with (
-        faulty_server(store, silent, "a", direct=direct) as a,
-        faulty_server(store, silent, "b", direct=direct) as b,
-        remote(checkpoint, [a.entry, b.entry], direct=direct) as there,
-    ):
+    with two_workers(checkpoint, silent, silent, direct=direct) as (_, there):
         started_s = time.monotonic()
         with pytest.raises(ExpertUnavailableError, match="no answer in time"):
-            TODO.run(there, timeout_s=0.5)
+            JOB.run(there, timeout_s=0.5)
         assert 0.5 <= time.monotonic() - started_s < 5.0
         assert there._common.unfinished == set()
 
@@ -254,20 +263,15 @@ def test_a_reply_that_is_lost_does_not_end_the_use(
             return []
         return [reply]
 
-    store = loaded_store(checkpoint, "float32")
-    with (
-        faulty_server(store, answer, "a", direct=direct) as a,
-        faulty_server(store, right, "b", direct=direct) as b,
-        remote(checkpoint, [a.entry, b.entry], direct=direct) as there,
-    ):
+    with two_workers(checkpoint, answer, right, direct=direct) as (a, there):
         learn(there)
         lose.set()
-        assert torch.equal(expected, TODO.run(there, timeout_s=60.0))
+        assert torch.equal(expected, JOB.run(there, timeout_s=60.0))
         before = count(a)
 
         def is_asked() -> bool:
             there.begin_step(there._step_id.step + 1)
-            assert torch.equal(expected, TODO.run(there))
+            assert torch.equal(expected, JOB.run(there))
             return count(a) > before + 1  # the probe, and then more
 
         poll(is_asked, timeout_s=TIMEOUT_S, what="it is asked again")
@@ -288,21 +292,16 @@ def test_lost_replies_do_not_keep_credits(
         reply.row_credits = request.hidden_states.shape[0]  # what this call had, and no more
         return [] if lose.is_set() else [reply]
 
-    store = loaded_store(checkpoint, "float32")
-    with (
-        faulty_server(store, answer, "a", direct=direct) as a,
-        faulty_server(store, right, "b", direct=direct) as b,
-        remote(checkpoint, [a.entry, b.entry], direct=direct) as there,
-    ):
+    with two_workers(checkpoint, answer, right, direct=direct) as (a, there):
         learn(there)
         lose.set()
-        assert torch.equal(expected, TODO.run(there, timeout_s=60.0))
+        assert torch.equal(expected, JOB.run(there, timeout_s=60.0))
         lose.clear()
         before = count(a)
 
         def is_asked() -> bool:
             there.begin_step(there._step_id.step + 1)
-            assert torch.equal(expected, TODO.run(there))
+            assert torch.equal(expected, JOB.run(there))
             return count(a) > before
 
         poll(is_asked, timeout_s=TIMEOUT_S, what="it is asked again")
@@ -324,19 +323,14 @@ def test_wrong_replies_eject_for_a_while(
             reply.ClearField("outputs")
         return [reply]
 
-    store = loaded_store(checkpoint, "float32")
-    with (
-        faulty_server(store, answer, "a", direct=direct) as a,
-        faulty_server(store, right, "b", direct=direct) as b,
-        remote(checkpoint, [a.entry, b.entry], direct=direct) as there,
-    ):
+    with two_workers(checkpoint, answer, right, direct=direct) as (a, there):
         for step in range(2, 12):
             there.begin_step(step)
-            assert torch.equal(expected, TODO.run(there))
+            assert torch.equal(expected, JOB.run(there))
         news = seen(there)["a"]
         assert (count(a), news.faults, news.retries, news.ejections) == (2, 2, 2, 1)
         now_s = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now_s + trust.FIRST_BACKOFF_S)
         there.begin_step(12)
-        assert torch.equal(expected, TODO.run(there))
+        assert torch.equal(expected, JOB.run(there))
         assert count(a) == 3

@@ -179,20 +179,20 @@ def test_malformed_orders_are_invalid(server: ExpertServer) -> None:
             assert "2 bytes are not a" in str(caught.value.details())
 
 
-def order(
+def load_order(
     server: ExpertServer, experts: list[tuple[int, int]], token: int = 1
-) -> dict[str, object]:
-    return {
-        "incarnation": server.state.identity.incarnation,
-        "leader_token": token,
-        "experts": [pb.ExpertId(layer=layer, expert=expert) for layer, expert in experts],
-    }
+) -> pb.LoadExpertsRequest:
+    return pb.LoadExpertsRequest(
+        incarnation=server.state.identity.incarnation,
+        leader_token=token,
+        experts=[pb.ExpertId(layer=layer, expert=expert) for layer, expert in experts],
+    )
 
 
 def test_load_reports_progress(server: ExpertServer) -> None:
     """Two messages for each expert; a failure names its reason and does not stop the rest."""
     with channel(server) as opened:
-        message = pb.LoadExpertsRequest(**order(server, [(0, 6), (0, 99), (0, 1)]))  # type: ignore[arg-type]
+        message = load_order(server, [(0, 6), (0, 99), (0, 1)])
         events = list(rpc.ExpertServiceStub(opened).LoadExperts(message, timeout=TIMEOUT_S))
     assert [(event.expert.expert, event.state) for event in events] == [
         (6, pb.EXPERT_STATE_LOADING),
@@ -229,7 +229,7 @@ def test_without_memory_an_order_fails_and_nothing_else(
     reason: str,
 ) -> None:
     """The order says why; the expert worker answers as before, and loads once there is memory."""
-    message = pb.LoadExpertsRequest(**order(server, [(1, 6)]))  # type: ignore[arg-type]
+    message = load_order(server, [(1, 6)])
     with channel(server) as opened:
         stub = rpc.ExpertServiceStub(opened)
         with monkeypatch.context() as patched:
@@ -245,7 +245,13 @@ def test_without_memory_an_order_fails_and_nothing_else(
 
 def test_unload_has_two_phases(server: ExpertServer) -> None:
     """An expert is first retiring and still answers; after its time it is gone."""
-    message = pb.UnloadExpertsRequest(**order(server, [(1, 3), (1, 7)]), retire_ms=1000)  # type: ignore[arg-type]
+    which = load_order(server, [(1, 3), (1, 7)])
+    message = pb.UnloadExpertsRequest(
+        incarnation=which.incarnation,
+        leader_token=which.leader_token,
+        experts=which.experts,
+        retire_ms=1000,
+    )
     with channel(server) as opened:
         (reply,) = RawStream(opened, [request(server).SerializeToString()]).read()
         assert reply.HasField("outputs")  # kernels are loaded: the next call takes milliseconds
@@ -275,7 +281,7 @@ def test_loading_does_not_block_calls(
         return read(layer, expert)
 
     monkeypatch.setattr(server.state.store.checkpoint, "read_expert", slow_read)
-    message = pb.LoadExpertsRequest(**order(server, [(1, 6)]))  # type: ignore[arg-type]
+    message = load_order(server, [(1, 6)])
     with channel(server) as opened:
         events = iter(rpc.ExpertServiceStub(opened).LoadExperts(message, timeout=TIMEOUT_S))
         assert next(events).state == pb.EXPERT_STATE_LOADING
@@ -296,10 +302,10 @@ def test_orders_are_fenced(server: ExpertServer) -> None:
     none: list[tuple[int, int]] = []
     with channel(server) as opened:
         stub = rpc.ExpertServiceStub(opened)
-        list(stub.LoadExperts(pb.LoadExpertsRequest(**order(server, none, token=7))))  # type: ignore[arg-type]
+        list(stub.LoadExperts(load_order(server, none, token=7)))
         refused: list[tuple[Iterable[object], grpc.StatusCode, str]] = [
             (
-                stub.LoadExperts(pb.LoadExpertsRequest(**order(server, none, token=6))),  # type: ignore[arg-type]
+                stub.LoadExperts(load_order(server, none, token=6)),
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "leader_token is 6, but 7 was seen",
             ),
@@ -321,7 +327,7 @@ def test_orders_are_fenced(server: ExpertServer) -> None:
                 "retire_ms is 4294967295",
             ),
             (
-                stub.LoadExperts(pb.LoadExpertsRequest(**order(server, [(0, 0)] * 49, token=7))),  # type: ignore[arg-type]
+                stub.LoadExperts(load_order(server, [(0, 0)] * 49, token=7)),
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "experts has 49 entries, expected at most 48",
             ),

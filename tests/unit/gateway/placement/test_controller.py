@@ -33,6 +33,9 @@ class Mesh:
         self.given: list[tuple[Order, str, int]] = []
         self.drained: list[tuple[str, int]] = []
         self.obeys = True
+        self.failures: list[Exception] = []
+        """What giving an order raises, one after the other."""
+        self.num_stops = 0
         self.on_news: Callable[[], None] = lambda: None
         self.lead: OnChange = lambda token: None
         self.on_end: OnEnd = lambda end: None
@@ -57,6 +60,8 @@ class Mesh:
 
     def give(self, order: Order, address: str, token: int) -> None:
         """Obeys at once, if it does."""
+        if self.failures:
+            raise self.failures.pop()
         self.given.append((order, address, token))
         if self.obeys:
             self.workers = obeyed(self.workers, [order])
@@ -70,7 +75,8 @@ class Mesh:
         """Nothing is open."""
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """Of the election and of the orders; nothing runs."""
+        self.num_stops += 1
 
 
 @contextmanager
@@ -116,7 +122,7 @@ def test_only_a_leader_gives_orders() -> None:
         assert {(order.worker_id, address, token) for order, address, token in mesh.given} == {
             (name, f"at-{name}", 5) for name in ("w0", "w1", "w2")
         }
-        until(lambda: controller.report().token == 5 and controller.report().moves() == ())
+        until(lambda: controller.report().token == 5 and controller.report().moves == ())
         mesh.lead(None)
         until(lambda: controller.report().token is None)
         num_given = len(mesh.given)
@@ -172,7 +178,7 @@ def test_a_lost_order_of_an_earlier_term_is_no_matter() -> None:
         until(lambda: is_filled(mesh))
         for order in old:
             mesh.on_end(OrderEnd(order, is_lost=True))
-        until(lambda: controller.report().moves() == () and not controller.report().pending)
+        until(lambda: controller.report().moves == () and not controller.report().pending)
 
 
 def test_what_an_operator_may_ask() -> None:
@@ -192,3 +198,26 @@ def test_what_an_operator_may_ask() -> None:
         mesh.lead(1)
         until(lambda: controller.report().token == 1)
         controller.rebalance()
+
+
+def test_a_failure_of_the_process_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a thread for an order, the next turn begins with what is resident."""
+    mesh = Mesh(some_workers(2, 16))
+    mesh.failures = [RuntimeError("can't start new thread"), OSError("too many open files")]
+    with running(mesh) as controller:
+        mesh.lead(1)
+        until(lambda: is_filled(mesh))
+        until(lambda: controller.report().moves == () and not controller.report().pending)
+    assert "can't start new thread" in caplog.text
+    assert "too many open files" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_of_ours_lets_others_lead() -> None:
+    """The thread ends, and the election with it; nobody holds a lead that does nothing."""
+    mesh = Mesh(some_workers(2, 16))
+    mesh.failures = [KeyError("w7")]
+    with running(mesh):
+        mesh.lead(1)
+        until(lambda: mesh.num_stops == 1)
+        until(lambda: "placement" not in [thread.name for thread in threading.enumerate()])
