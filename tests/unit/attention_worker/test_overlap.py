@@ -83,7 +83,9 @@ def test_each_micro_batch_has_its_messages(models: Models) -> None:
         alone.run()
     assert request.output == expected.output
     seen = [(m.id.layer, m.id.micro_batch, m.hidden_states.shape[0]) for m in server.requests]
-    assert seen == [(layer, half, 9 - half) for layer in range(3) for half in range(2)]
+    # Either half may be first with its next layer: each goes on as its own replies come.
+    for half in range(2):
+        assert [m for m in seen if m[1] == half] == [(layer, half, 9 - half) for layer in range(3)]
 
 
 def test_requests_that_ask_for_experts_are_not_split(models: Models) -> None:
