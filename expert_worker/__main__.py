@@ -7,6 +7,8 @@ import dataclasses
 import logging
 import sys
 import typing
+from functools import partial
+from importlib import import_module
 
 from expert_worker.selection import chosen_experts
 from expertmesh.checkpoint import Checkpoint
@@ -15,6 +17,7 @@ from expertmesh.errors import SettingsError, StartupError
 from expertmesh.logs import configure_logging
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model
+from expertmesh.priority import run_behind
 from expertmesh.processes import announce_failure, announce_ready
 from expertmesh.quiet_gc import QuietGc
 from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings, data_home
@@ -83,14 +86,17 @@ def _serve(
 
     if settings.device == "cpu":
         compile_elsewhere("expert_worker.compile", argv, lambda: stopping.made)
+    behind = partial(run_behind, settings.start_niceness)
+    behind(lambda: import_module("expert_worker.worker"))
     from expert_worker.worker import ExpertWorker
 
     worker = ExpertWorker(settings, checkpoint, metrics_port, on_drain=stopping.make)
     logger.info("kernels use %s", share)  # after what can be refused: an error is all that is said
+    behind(worker.warm_up)
     worker.start()
     stopping.orderly()
     try:
-        if worker.load(stopping):
+        if behind(lambda: worker.load(stopping)):
             end_of_start()
             announce_ready({"port": worker.server.port, "worker_id": worker.worker_id})
             with QuietGc(lambda: worker.server.state.load().calls):

@@ -40,6 +40,7 @@ def compile_kernels(settings: ExpertWorkerSettings, checkpoint: Checkpoint) -> N
     from expert_worker.worker import ExpertWorker  # torch
 
     worker = ExpertWorker(_alone(settings), checkpoint)
+    worker.warm_up()
     worker.start()
     worker.stop()
 

@@ -9,9 +9,7 @@ memory back some time after a job. All end with `stop`.
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +20,7 @@ from expert_worker.memory import check_memory, give_back_freed_memory
 from expert_worker.state import WorkerState
 from expert_worker.store import count_experts
 from expertmesh.errors import ExpertMeshError, WireError
+from expertmesh.priority import stay_behind
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import invalid
 
@@ -50,7 +49,7 @@ class Maintenance:
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._store = state.store
-        self._loader = ThreadPoolExecutor(1, "expert-loader", _stay_behind)
+        self._loader = ThreadPoolExecutor(1, "expert-loader", stay_behind, (_LOADER_NICENESS,))
         self._unloader = ThreadPoolExecutor(2, "expert-unloader")
         self._lock = threading.Lock()
         self._leader_token = 0
@@ -177,14 +176,6 @@ class Maintenance:
         for layer, expert in retired:
             error = _attempt(partial(self._store.unload, layer, expert, _UNUSED_TIMEOUT_S))
             events.put(_outcome(layer, expert, pb.EXPERT_STATE_UNLOADED, error))
-
-
-def _stay_behind() -> None:
-    """The calling thread has a core when others leave it one, where threads have priorities."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        nicer = os.getpriority(os.PRIO_PROCESS, thread) + _LOADER_NICENESS
-        os.setpriority(os.PRIO_PROCESS, thread, nicer)  # the system knows the most there is
 
 
 def _attempt(change: Callable[[], object]) -> str | None:

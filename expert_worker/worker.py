@@ -37,7 +37,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 class ExpertWorker:
     """A server that answers health checks and Watch once `start` was called, and calls as experts
-    arrive, at once or later: its kernels are warm before it holds any.
+    arrive, at once or later: `warm_up` comes first, `load` last.
 
     Args:
         settings: Where to serve and how.
@@ -95,16 +95,22 @@ class ExpertWorker:
             port = self._metrics[0].server_port
             logger.info("metrics on http://%s:%d/metrics", settings.host, port)
 
-    def start(self) -> None:
-        """Warms up the kernels, decides how many experts there is room for, and begins to serve.
+    def warm_up(self) -> None:
+        """Compiles the kernels of calls before there is one, with experts that do not stay.
 
         Raises:
             CheckpointError: An expert cannot be read.
         """
         for layer in self.store.first_layers():
-            self._warm_up(layer)
+            self.store.load(layer, 0)
+            self.server.warm_up(layer, 0)
+            self.store.retire(layer, 0)
+            self.store.unload(layer, 0, timeout_s=0.0)
         gc.collect()
         give_back_freed_memory()
+
+    def start(self) -> None:
+        """Decides how many experts there is room for, and begins to serve."""
         self.store.limit_slots(self._settings.expert_slots or self._affordable_slots())
         self.server.start()
 
@@ -153,13 +159,6 @@ class ExpertWorker:
             server.shutdown()
             server.server_close()
             thread.join(2.0)
-
-    def _warm_up(self, layer: int) -> None:
-        """Compiles the kernels of calls before there is one, with an expert that does not stay."""
-        self.store.load(layer, 0)
-        self.server.warm_up(layer, 0)
-        self.store.retire(layer, 0)
-        self.store.unload(layer, 0, timeout_s=0.0)
 
     def _affordable_slots(self) -> int:
         """What free memory has room for, and those of the settings in any case."""

@@ -217,7 +217,7 @@ def spawn(
             stdin=subprocess.DEVNULL,
             stdout=2,  # standard output belongs to the parent
             pass_fds=(lifeline_read, ready_write),
-            start_new_session=True,
+            process_group=0,  # not that of Ctrl-C; within our session, where priorities count
         )
     except OSError as error:
         os.close(lifeline_write)

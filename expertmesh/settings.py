@@ -318,11 +318,15 @@ class ExpertWorkerOptions(Settings):
     """Threads of the kernels; by default one for each core that the process may use."""
     cores: str = ""
     """Cores that the process stays on, such as 0-3,8; by default the system decides."""
+    start_niceness: int = 0
+    """How far the start stays behind other processes of the machine for the cores, 0 to 19: so that
+    one that comes back does not slow down those that serve meanwhile."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
         check_host(self.host)
         check_port("port", self.port)
+        check_int("start_niceness", self.start_niceness, 0, 19)
         check_int("direct_port", self.direct_port, -1, 65_535)
         if self.expert_slots is not None:
             check_int("expert_slots", self.expert_slots, 1, 2**31)

@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 WORKER_HOST = "127.0.0.1"
 _KILLED = 130
 _EXPERT_MEMORY_SHARE = 0.6
+RESTART_NICENESS = 10
+"""Of expert workers that come back: the others serve meanwhile, on the same cores."""
 """Of free memory for experts; the rest is for keys and values, and for calls."""
 
 
@@ -300,7 +302,7 @@ def _gateway(settings: GatewaySettings, keys: GivenKeys) -> Member:
             "gateway", arguments, "gateway", environment=environment, on_exit=on_exit
         )
 
-    return Member("gateway", start, restarts=False)
+    return Member("gateway", start, restart=None)
 
 
 def _expert_workers(
@@ -336,10 +338,13 @@ def _expert_worker(
     flags = [settings.model.model, *_changed_flags(options), *_changed_flags(settings.log)]
     name = f"expert worker {index}"
 
-    def start(on_exit: Callable[[Child], None]) -> Child:
-        return spawn_module("expert_worker", flags, name, on_exit=on_exit)
+    def start(on_exit: Callable[[Child], None], *more_flags: str) -> Child:
+        return spawn_module("expert_worker", [*flags, *more_flags], name, on_exit=on_exit)
 
-    return Member(name, start, restarts=True)
+    def restart(on_exit: Callable[[Child], None]) -> Child:
+        return start(on_exit, "--start-niceness", str(RESTART_NICENESS))
+
+    return Member(name, start, restart)
 
 
 def _changed_flags(options: ExpertWorkerOptions | LogSettings) -> list[str]:

@@ -34,8 +34,8 @@ class Member:
 
     name: str
     start: Start
-    restarts: bool
-    """True: started again when it ends, unless it was told to. False: its end is the end of all."""
+    restart: Start | None
+    """When it has ended, unless it was told to. None: its end is the end of all."""
     child: Child | None = None
     info: dict[str, object] | None = None
     """Ready line of its present life; None while it starts."""
@@ -69,7 +69,7 @@ class Supervisor:
     def start(self) -> None:
         """Starts all, without waiting."""
         for member in self.members:
-            self._start(member)
+            self._start(member, member.start)
 
     def wait_until(self, condition: Callable[[], bool], *, poll_s: float = 0.1) -> None:
         """Returns when all are ready and then `condition()` holds, which is polled.
@@ -100,7 +100,7 @@ class Supervisor:
                 self._handle(event)
             for member in self.members:
                 if member.start_at_s is not None and member.start_at_s <= time.monotonic():
-                    self._start(member)
+                    self._start(member, member.restart or member.start)
 
     def stop(self, *, grace_s: float) -> None:
         """Stops the members in order; those that restart together, at the end.
@@ -123,11 +123,9 @@ class Supervisor:
             if member.child is not None:
                 member.child.kill()
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: Member, start: Start) -> None:
         member.info, member.start_at_s = None, None
-        member.child = child = member.start(
-            lambda ended: self._events.put(_Event(member, ended, None))
-        )
+        member.child = child = start(lambda ended: self._events.put(_Event(member, ended, None)))
 
         def wait() -> None:
             try:
@@ -159,7 +157,7 @@ class Supervisor:
         elif outcome is not None:
             self._note_ready(member, outcome)
             logger.info("%s is ready again, process %d", member.name, child.pid)
-        elif not member.restarts:
+        elif member.restart is None:
             raise StartupError(f"{member.name} {child.describe_exit()}")
         elif child.exit_code == 0 and member.info is not None:
             logger.info("%s (process %d) was told to end and stays away", member.name, child.pid)
@@ -182,5 +180,5 @@ class Supervisor:
         member.back_off_s = min(2 * member.back_off_s, MAX_BACK_OFF_S)
 
     def _children(self, *, restarts: bool) -> list[Child]:
-        members = [member for member in self.members if member.restarts is restarts]
+        members = [member for member in self.members if (member.restart is not None) is restarts]
         return [member.child for member in members if member.child is not None]

@@ -14,7 +14,7 @@ from tests.chaos.harness import faults, orders
 from tests.chaos.harness.checks import Footprint, tokens_between, wait_idle
 from tests.chaos.harness.load import Load
 from tests.chaos.harness.mesh import Mesh, mesh_at
-from tests.chaos.harness.pool import expert_pool, in_background
+from tests.chaos.harness.pool import expert_pool
 from tests.chaos.harness.suffering import NUM_STREAMS, RUNNING_TOKENS, Traffic, judge
 from tests.chaos.harness.table import Row
 from tests.support.mesh import serve
@@ -52,10 +52,15 @@ def test_throughput_under_kills(mesh: Mesh, traffic: Traffic, table: list[Row]) 
         tokens_between(streams, start_s, end_s) / (end_s - start_s) for start_s, end_s in spans_s
     )
     kept = disturbed / ((first + last) / 2)
+    period_s = (spans_s[1][1] - spans_s[1][0]) / NUM_KILLS
     growth = before.growth()
-    row.note = f"{kept:.1%} of the tokens; growth (fds, threads, MiB): {growth}"
+    row.note = (
+        f"{kept:.1%} of the tokens, a kill each {period_s:.1f} s;"
+        f" growth (fds, threads, MiB): {growth}"
+    )
     judge(streams, traffic.expected, row)
     assert kept >= KEPT_SHARE
+    assert period_s <= 1.1 * PERIOD_S
     for num_fds, num_threads, mib in growth:
         assert num_fds <= 0
         assert num_threads <= 0
@@ -63,12 +68,11 @@ def test_throughput_under_kills(mesh: Mesh, traffic: Traffic, table: list[Row]) 
 
 
 def _kill_again_and_again(mesh: Mesh, chance: random.Random) -> None:
-    with in_background():
-        for _ in range(NUM_KILLS):
-            next_s = time.monotonic() + PERIOD_S
-            faults.kill(mesh, chance)
-            mesh.wait_all_ready()
-            time.sleep(max(0.0, next_s - time.monotonic()))
+    start_s = time.monotonic()
+    for number in range(1, NUM_KILLS + 1):
+        faults.kill(mesh, chance)
+        mesh.wait_all_ready()
+        time.sleep(max(0.0, start_s + number * PERIOD_S - time.monotonic()))
 
 
 def _span_s(act: Callable[[], None]) -> tuple[float, float]:

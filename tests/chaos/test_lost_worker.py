@@ -19,7 +19,7 @@ def test_kill(mesh: Mesh, traffic: Traffic, table: list[Row]) -> None:
     """kill -9 of one of three, again and again."""
     row = Row("kill -9 of 1 of 3", times=TIMES)
     table.append(row)
-    suffer(mesh, faults.kill_then_start_in_background, row, traffic, seed=1)
+    suffer(mesh, faults.kill, row, traffic, seed=1)
     assert row.stall_median_s <= 0.050
     assert row.stall_worst_s <= 0.100
 

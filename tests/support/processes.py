@@ -134,7 +134,7 @@ class Managed:
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=(ready_write, lifeline_read),
-                start_new_session=True,
+                process_group=0,  # in our session, where priorities of processes count
             )
         os.close(ready_write)
         os.close(lifeline_read)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from tests.chaos.harness.mesh import Mesh
 from tests.chaos.harness.message_proxy import FORWARD, WATCH
 from tests.chaos.harness.network import ReplyFault
-from tests.chaos.harness.pool import PoolWorker, in_background, start_all
+from tests.chaos.harness.pool import PoolWorker, start_all
 from tests.chaos.harness.replies import WRONG_REPLIES, Sometimes
 from tests.support.processes import poll, processes_of
 
@@ -35,12 +35,6 @@ def kill(mesh: Mesh, chance: random.Random) -> float:
     victim.kill()
     start_all([victim])
     return at_s
-
-
-def kill_then_start_in_background(mesh: Mesh, chance: random.Random) -> float:
-    """The same; its start takes nothing from those that serve."""
-    with in_background():
-        return kill(mesh, chance)
 
 
 def hang(mesh: Mesh, chance: random.Random) -> float:

@@ -1,7 +1,7 @@
 """Expert workers on ports of their own that are killed, hung and started again while others serve.
 
-A worker that is started again has the address it had, as a pod behind a stable name has. It starts
-at the lowest priority, so that on few cores its start takes nothing from those that serve.
+A worker that is started again has the address it had, as a pod behind a stable name has, and stays
+behind the others for the cores until it serves, as one of `expertmesh serve` does.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from expertmesh.v1 import expert_service_pb2 as pb
+from gateway.command.launcher import RESTART_NICENESS
 from tests.support.mesh import COMMAND, assert_gone, watch_once
 from tests.support.processes import Managed, free_port
 
 HOST = "127.0.0.1"
 EXPERT_WORKER = (*COMMAND, "expert-worker")
-LOWEST_PRIORITY = 19
 _STOP_TIMEOUT_S = 20.0
 
 
@@ -66,13 +66,14 @@ class PoolWorker:
 
     def start(self, *, env: Mapping[str, str] | None = None) -> None:
         """Starts the next life and returns at once."""
+        behind = ("--start-niceness", str(RESTART_NICENESS)) if self._process is not None else ()
         self.forget()
-        self._process = Managed(self._arguments, name=f"expert-worker {self.port}", env=env)
+        arguments = (*self._arguments, *behind)
+        self._process = Managed(arguments, name=f"expert-worker {self.port}", env=env)
 
     def wait_ready(self) -> None:
-        """Waits until it serves what it holds; ends the low priority of a start `in_background`."""
+        """Waits until it serves what it holds."""
         self.process.ready()
-        set_priority(self.pid, 0)
 
     def state(self) -> pb.WatchResponse:
         """A snapshot, not through a proxy."""
@@ -168,22 +169,3 @@ def shares_with_copies(num_experts: int, num_workers: int, num_copies: int) -> l
         )
         for worker in range(num_workers)
     ]
-
-
-def set_priority(pid: int, priority: int) -> None:
-    """Gives all threads of a process this nice value, as far as the system lets us."""
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        with suppress(PermissionError, ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(task.name), priority)
-
-
-@contextmanager
-def in_background() -> Iterator[None]:
-    """What this thread does, and the processes that it starts, have the lowest priority."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
-    try:
-        yield
-    finally:
-        with suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, before)

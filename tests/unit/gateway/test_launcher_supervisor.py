@@ -36,7 +36,7 @@ def _member(name: str, code: str = _SERVE, *, restarts: bool = True) -> Member:
     def start(on_exit: Callable[[Child], None]) -> Child:
         return spawn([sys.executable, "-c", _PRELUDE + code], name, on_exit=on_exit)
 
-    return Member(name, start, restarts=restarts, back_off_s=0.01)
+    return Member(name, start, start if restarts else None, back_off_s=0.01)
 
 
 @pytest.fixture
