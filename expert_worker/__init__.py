@@ -5,9 +5,11 @@ worker.py             from settings to a healthy server
 compile.py            compiles its kernels, in a process that ends
 selection.py          the words of the setting `experts`
 server.py             gRPC server, health
+probes.py             health for an orchestrator, on a port of its own
 servicer.py           ExpertService: calls, state, orders
 maintenance.py        loading and unloading in the background
 drain.py              how it leaves while others serve
+hand_over.py          a program that makes it leave and waits
 direct_server.py      direct connections
 compiled_calls.py     their calls, answered by compiled code
 published_experts.py  where that finds weights

@@ -10,6 +10,7 @@ import typing
 from functools import partial
 from importlib import import_module
 
+from expert_worker.probes import Probes, probes
 from expert_worker.selection import chosen_experts
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import settle
@@ -35,7 +36,8 @@ def main(argv: list[str]) -> int:
     try:
         settings, metrics_port = parse_settings(argv)
         configure_logging(settings.log, settings.worker_id or "expert worker")
-        _serve(settings, metrics_port, argv, stopping)
+        with probes(settings.health_host or settings.host, settings.health_port) as asked:
+            _serve(settings, metrics_port, argv, stopping, asked)
     except StartupError as error:
         announce_failure(error)
         return error.exit_code
@@ -77,6 +79,7 @@ def _serve(
     metrics_port: int | None,
     argv: list[str],
     stopping: StopRequest,
+    asked: Probes,
 ) -> None:
     share = settle(settings.threads, settings.cores)
     checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
@@ -90,7 +93,9 @@ def _serve(
     behind(lambda: import_module("expert_worker.worker"))
     from expert_worker.worker import ExpertWorker
 
-    worker = ExpertWorker(settings, checkpoint, metrics_port, on_drain=stopping.make)
+    worker = ExpertWorker(
+        settings, checkpoint, metrics_port, on_drain=stopping.make, on_ready=asked.set_ready
+    )
     logger.info("kernels use %s", share)  # after what can be refused: an error is all that is said
     behind(worker.warm_up)
     worker.start()

@@ -51,6 +51,10 @@ def _nobody_ends_it() -> None:
     """For a server that is stopped by whoever made it."""
 
 
+def _nobody_asks(ready: bool) -> None:
+    """For a server without an orchestrator."""
+
+
 class ExpertServer:
     """One expert worker on a port. Serves from the start; healthy once `set_ready` was called.
 
@@ -63,6 +67,7 @@ class ExpertServer:
         direct_port: Of direct connections; 0 picks a free one, None for gRPC alone.
         drain_grace_s: Longest time of a drain whose order does not say.
         on_drain: Called when a drain was ordered, in any thread; has `stop` called.
+        on_ready: Called with True once it is healthy, and with False when it will refuse calls.
 
     Raises:
         PortError: An address cannot be bound.
@@ -79,9 +84,11 @@ class ExpertServer:
         direct_port: int | None = 0,
         drain_grace_s: float = 1.0,
         on_drain: Callable[[], None] = _nobody_ends_it,
+        on_ready: Callable[[bool], None] = _nobody_asks,
     ) -> None:
         self._drain_grace_s = drain_grace_s
         self._on_drain = on_drain
+        self._on_ready = on_ready
         is_compiled = direct_port is not None and _runs_compiled(store)
         turn = DeviceTurn() if is_compiled else NoTurn()
         self.backend = ExpertBackend(store, turn)
@@ -132,6 +139,7 @@ class ExpertServer:
     def set_ready(self) -> None:
         """Healthy from now on."""
         self._set_health(_SERVING)
+        self._on_ready(True)
 
     def stop(self, grace_s: float | None = None) -> None:
         """Drains, see `expert_worker.drain`, and ends all threads.
@@ -140,13 +148,17 @@ class ExpertServer:
             grace_s: Longest time of the drain, if it has not begun; by default that of the server.
         """
         self.state.begin_drain(self._drain_grace_s if grace_s is None else grace_s)
-        drain(self.state, lambda: self._set_health(_NOT_SERVING))
+        drain(self.state, self._refuse)
         self.state.stop()
         self._health.enter_graceful_shutdown()
         self._server.stop(_LAST_WORDS_S).wait(2.0)
         self._direct.stop()
         self._maintenance.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _refuse(self) -> None:
+        self._set_health(_NOT_SERVING)
+        self._on_ready(False)
 
     def _order_drain(self, grace_s: float | None) -> None:
         self.state.begin_drain(self._drain_grace_s if grace_s is None else grace_s)

@@ -44,6 +44,7 @@ class ExpertWorker:
         checkpoint: What to serve.
         metrics_port: Port of /metrics; None for no metrics.
         on_drain: Called when a drain was ordered, in any thread; has `stop` called.
+        on_ready: Called with True once it is healthy, and with False when it will refuse calls.
 
     Raises:
         StartupError: The settings cannot work, the checkpoint cannot be served, or a port is taken.
@@ -56,6 +57,7 @@ class ExpertWorker:
         checkpoint: Checkpoint,
         metrics_port: int | None = None,
         on_drain: Callable[[], None] = lambda: None,
+        on_ready: Callable[[bool], None] = lambda _ready: None,
     ) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         torch.set_num_threads(1)  # the kernels have their own team; a second pool would take cores
@@ -88,6 +90,7 @@ class ExpertWorker:
             direct_port=settings.direct_port if settings.direct_port >= 0 else None,
             drain_grace_s=settings.drain_grace_s,
             on_drain=on_drain,
+            on_ready=on_ready,
         )
         self._metrics = None
         if metrics_port is not None:

@@ -311,6 +311,11 @@ class ExpertWorkerOptions(Settings):
     direct_port: int = 0
     """Port of direct connections: rows travel over plain TCP instead of gRPC, where attention
     workers can reach it; 0 picks a free one, -1 offers none."""
+    health_port: int | None = None
+    """Port of gRPC health checks without TLS, for an orchestrator: services startup, readiness and
+    liveness; none by default."""
+    health_host: str | None = None
+    """Address to bind for health checks; by default that of the ExpertService."""
     drain_grace_s: float = 45.0
     """Most seconds from being told to stop to the end: for its experts to be loaded elsewhere, if a
     gateway sees to that, and for calls in flight. Without a gateway it ends at once."""
@@ -328,6 +333,10 @@ class ExpertWorkerOptions(Settings):
         check_port("port", self.port)
         check_int("start_niceness", self.start_niceness, 0, 19)
         check_int("direct_port", self.direct_port, -1, 65_535)
+        if self.health_port is not None:
+            check_port("health_port", self.health_port)
+        if self.health_host is not None:
+            check_host(self.health_host)
         if self.expert_slots is not None:
             check_int("expert_slots", self.expert_slots, 1, 2**31)
         check_int("max_streams", self.max_streams, 1, 4096)

@@ -13,6 +13,7 @@ import grpc
 import psutil
 import pytest
 import torch
+from grpc_health.v1 import health_pb2
 
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import ExpertUnavailableError
@@ -21,9 +22,10 @@ from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
 from tests.conftest import Models
+from tests.support.expert_wire import health
 from tests.support.expert_work import local, remote, to_expert, work
 from tests.support.mesh import watch_once
-from tests.support.processes import Managed, poll, run
+from tests.support.processes import Managed, free_port, poll, run
 from tests.support.tiny_checkpoints import MIXTRAL, TinyShape
 
 pytestmark = pytest.mark.alone
@@ -147,15 +149,22 @@ def test_a_drain_hands_over(checkpoint: Checkpoint, told_by: str) -> None:
 
 
 def test_an_empty_start(checkpoint: Checkpoint) -> None:
-    """It holds nothing, has room for what it was told, and its kernels are warm: neither loading
-    nor the first calls look for one.
+    """It holds nothing, has room for what it was told, is healthy for an orchestrator, and its
+    kernels are warm: neither loading nor the first calls look for one.
     """
-    flags = "--experts", "none", "--expert-slots", "6", "--worker-id", "empty"
+    health_port = free_port()
+    flags = (
+        *("--experts", "none", "--expert-slots", "6", "--worker-id", "empty"),
+        *("--health-port", str(health_port)),
+    )
     with start(checkpoint.model_dir, *flags, env={"NUMBA_DEBUG_CACHE": "1"}) as process:
         address = f"127.0.0.1:{process.ready()['port']}"
         empty = watch_once(address)
         assert (empty.capacity.expert_slots, empty.capacity.used_expert_slots) == (6, 0)
         assert not empty.layers
+        with grpc.insecure_channel(f"127.0.0.1:{health_port}") as opened:
+            for service in ("startup", "readiness", "liveness"):
+                assert health(opened, service) == health_pb2.HealthCheckResponse.SERVING
         at_start = process.stdout
         assert "[cache]" in at_start, "the test shows nothing"
         wanted = [(layer, expert) for layer in (0, 1, 2) for expert in (1, 2)]

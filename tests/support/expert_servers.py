@@ -54,6 +54,7 @@ def expert_server(
     port: int = 0,
     direct: bool = True,
     on_drain: Callable[[], None] = lambda: None,
+    on_ready: Callable[[bool], None] = lambda _ready: None,
 ) -> Iterator[ExpertServer]:
     """A server of a store, stopped at the end."""
     server = ExpertServer(
@@ -64,6 +65,7 @@ def expert_server(
         max_streams,
         direct_port=0 if direct else None,
         on_drain=on_drain,
+        on_ready=on_ready,
     )
     server.start()
     for layer, held in list(store.residency().items())[:1]:

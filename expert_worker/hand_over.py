@@ -1,0 +1,89 @@
+"""`python -m expert_worker.hand_over`: makes the expert worker of this pod leave, and waits for it.
+
+What Kubernetes runs before it sends SIGTERM. Orders a drain (`expert_worker.drain`): the expert
+worker answers on until others hold its experts. Ends once it is done, or after the timeout. The
+exit code is 0 in any case, since SIGTERM comes next and asks for the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+
+import grpc
+
+from expertmesh.grpc_options import channel_options
+from expertmesh.logs import configure_logging
+from expertmesh.settings import ExpertWorkerOptions, LogSettings
+from expertmesh.v1 import expert_service_pb2 as pb
+from expertmesh.v1 import expert_service_pb2_grpc as rpc
+
+TIMEOUT_S = ExpertWorkerOptions.drain_grace_s + 5.0
+"""Somewhat more than a drain may take: the expert worker decides how it ends."""
+
+_CONNECT_S = 5.0
+_MAX_MESSAGE_BYTES = 2**26
+
+logger = logging.getLogger("hand_over")
+
+
+def main(argv: list[str]) -> int:
+    """Hands over; returns the exit code."""
+    arguments = _parse(argv)
+    configure_logging(LogSettings(), "hand over")
+    options = channel_options(_MAX_MESSAGE_BYTES)
+    with grpc.insecure_channel(arguments.address, options=options) as channel:
+        try:
+            logger.info("%s", hand_over(channel, arguments.timeout_s))
+        except grpc.RpcError as error:
+            logger.warning("not handed over, SIGTERM will do: %s", error.details())
+    return 0
+
+
+def hand_over(channel: grpc.Channel, timeout_s: float) -> str:
+    """Orders a drain and waits for its end; what came of it.
+
+    Args:
+        channel: To the expert worker.
+        timeout_s: Longest wait.
+
+    Raises:
+        grpc.RpcError: It cannot be asked.
+    """
+    ends_s = time.monotonic() + timeout_s
+    stub = rpc.ExpertServiceStub(channel)
+    watch = stub.Watch(pb.WatchRequest(), timeout=min(_CONNECT_S, timeout_s))
+    incarnation = next(watch).incarnation
+    watch.cancel()
+    progress = pb.DrainResponse()
+    order = pb.DrainRequest(incarnation=incarnation)
+    try:
+        for progress in stub.Drain(order, timeout=max(0.0, ends_s - time.monotonic())):
+            if progress.drained:
+                break
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"out of time, {_left(progress)}"
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+    return f"done, {_left(progress)}"  # UNAVAILABLE: it has ended
+
+
+def _left(progress: pb.DrainResponse) -> str:
+    return f"{progress.experts_left} experts left"
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="expert_worker.hand_over", description=__doc__)
+    parser.add_argument(
+        "--address", default=f"{ExpertWorkerOptions.host}:{ExpertWorkerOptions.port}",
+        help="host:port of the expert worker",
+    )  # fmt: skip
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="longest wait")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
