@@ -20,7 +20,7 @@ TORCH := torch==2.13.0
 # Tests run side by side, a file at a time and long files first; then those that watch the clock while
 # several processes work, which have the machine to themselves.
 pytest = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-  -m "$(1) and not alone" tests/parity tests/integration tests/conformance tests/unit tests/chaos tests/cluster $(PYTEST_ARGS) && \
+  -m "$(1) and not alone" tests/parity tests/integration tests/conformance tests/unit tests/chaos tests/cluster tests/manifests $(PYTEST_ARGS) && \
   $(BIN)/python -m pytest -m "$(1) and alone" $(PYTEST_ARGS)
 PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
