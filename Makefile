@@ -44,7 +44,7 @@ $(VENV)/.run-stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev-stamp: $(VENV)/.run-stamp
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gateway,worker,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[gateway,k8s,worker,dev]'
 	@touch $@
 
 venv: $(BIN)/python ## Make the virtual environment in .venv

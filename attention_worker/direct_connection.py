@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from expertmesh.addresses import split_address
 from expertmesh.direct import METADATA_KEY, FrameReader, connect, read_offer
-from expertmesh.settings import split_address
 from expertmesh.wire_encode import RequestFrame
 
 _CONNECT_TIMEOUT_S = 0.5

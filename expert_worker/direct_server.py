@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from expertmesh.addresses import join_address
 from expertmesh.direct import (
     MAGIC,
     TOKEN_BYTES,
@@ -242,15 +243,10 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def address_of(host: str, port: int) -> str:
-    """host:port, as gRPC takes it."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def port_error(host: str, port: int, reason: str) -> PortError:
     """The error for an address that cannot be bound."""
     return PortError(
-        f"cannot listen on {address_of(host, port)}: {reason}",
+        f"cannot listen on {join_address(host, port)}: {reason}",
         fix="choose another --host or --port",
     )
 

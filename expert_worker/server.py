@@ -23,7 +23,6 @@ from expert_worker.direct_server import (
     DirectServer,
     NoDirectServer,
     ParsedCalls,
-    address_of,
     bind,
     port_error,
 )
@@ -33,6 +32,7 @@ from expert_worker.published_experts import PublishedExperts
 from expert_worker.servicer import ExpertServicer, zeros_message
 from expert_worker.state import WorkerIdentity, WorkerState
 from expert_worker.store import ExpertStore
+from expertmesh.addresses import join_address
 from expertmesh.errors import PortError
 from expertmesh.grpc_options import server_options
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -215,6 +215,6 @@ def _bind(server: grpc.Server, host: str, port: int) -> int:
     """Binds; the port. A plain socket tries first, as gRPC would log its own lines."""
     bind(host, port).close()
     try:
-        return server.add_insecure_port(address_of(host, port))
+        return server.add_insecure_port(join_address(host, port))
     except RuntimeError as error:
         raise port_error(host, port, str(error)) from error

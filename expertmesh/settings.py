@@ -15,6 +15,8 @@ from typing import Literal
 
 from expertmesh.cores import MAX_THREADS, parse_cores
 from expertmesh.errors import SettingsError
+from expertmesh.expert_source import AddressList, ExpertSource, parse_experts
+from expertmesh.leader_lock import FileLock, LeaseLock, parse_lock
 from expertmesh.settings_base import Settings, check_float, check_host, check_int, check_port
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -190,8 +192,12 @@ class MeshOptions(Settings):
     """Where the experts are, and who decides it."""
 
     experts: str = ""
-    """local: inside the attention worker; host:port,...: expert workers that run already; empty:
-    `serve` starts its own."""
+    """local: inside the attention worker; host:port,...: expert workers that run already;
+    dns:NAME:PORT: at all addresses of a name; k8s:[NAMESPACE/]SERVICE[:PORTNAME]: the pods behind a
+    Service of Kubernetes, whose port is called grpc unless named; empty: `serve` starts its own."""
+    kubeconfig: str = ""
+    """File that says how to reach Kubernetes, and in which namespace, for k8s: and lease:; by
+    default as the gateway's pod may."""
     placement: PlacementMode = "auto"
     """auto: of the gateways that share expert workers one leads, and has experts loaded, copied and
     moved; static: expert workers hold what they were started with."""
@@ -202,8 +208,12 @@ class MeshOptions(Settings):
     """Most MiB of weights that are loaded in a minute for balance and further copies; experts
     without any copy are loaded at once."""
     leader_lock: str = ""
-    """File by whose lock the gateways of this machine that share expert workers agree who leads; by
-    default one under EXPERTMESH_HOME, the same for the same addresses."""
+    """By what the gateways that share expert workers agree who leads: a file that they lock, by
+    default one under EXPERTMESH_HOME, the same for the same `experts`; or lease:NAME, a Lease of
+    Kubernetes in their namespace, by default expertmesh-leader with k8s:."""
+    lease_duration_s: float = 15.0
+    """Seconds after which a leader that has not renewed its Lease is followed by another; it leads
+    no more after two thirds of them. The same for all gateways."""
     attention_workers: int = 1
     """Attention workers of the gateway, each with its own KV cache; requests go where their prefix
     is cached or least is to be done."""
@@ -228,7 +238,8 @@ class MeshOptions(Settings):
         check_int("move_mib_per_minute", self.move_mib_per_minute, 1, 2**30)
         check_int("attention_workers", self.attention_workers, 1, 64)
         _check_threads(self.threads)
-        _ = self.addresses
+        check_float("lease_duration_s", self.lease_duration_s, 1.0, 3600.0)
+        _ = self.lock
         if self.colocated and self.wire_dtype != "auto":
             raise SettingsError(
                 f"wire_dtype is {self.wire_dtype}, but experts are local: no rows travel",
@@ -241,16 +252,14 @@ class MeshOptions(Settings):
         return self.experts == LOCAL_EXPERTS
 
     @property
-    def addresses(self) -> tuple[str, ...]:
-        """host:port of each expert worker named in `experts`, in order, each once."""
-        if self.colocated or not self.experts:
-            return ()
-        named = tuple(part.strip() for part in self.experts.split(","))
-        for address in named:
-            split_address("experts", address)
-        if len(set(named)) != len(named):
-            raise SettingsError(f"experts names an address twice: {self.experts!r}")
-        return named
+    def expert_source(self) -> ExpertSource:
+        """Where expert workers are looked for; an empty list if the experts are local."""
+        return AddressList() if self.colocated else parse_experts(self.experts)
+
+    @property
+    def lock(self) -> FileLock | LeaseLock:
+        """By which the gateways agree who leads."""
+        return parse_lock(self.leader_lock, self.expert_source)
 
 
 @dataclass(frozen=True)
@@ -391,16 +400,3 @@ class AttentionWorkerSettings(Settings):
 def _check_threads(threads: int | None) -> None:
     if threads is not None:
         check_int("threads", threads, 1, MAX_THREADS)
-
-
-def split_address(name: str, address: str) -> tuple[str, int]:
-    """Host and port of `host:port` (`[host]:port` for IPv6). Raises SettingsError.
-
-    Args:
-        name: The setting, for the message.
-        address: What to split.
-    """
-    host, colon, port = address.rpartition(":")
-    if colon and host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535:
-        return host.removeprefix("[").removesuffix("]"), int(port)
-    raise SettingsError(f"{name} has {address!r}, expected host:port with a port of 1 to 65535")

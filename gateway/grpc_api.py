@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from expertmesh import PROTOCOL_REVISION, __version__
+from expertmesh.addresses import join_address
 from expertmesh.errors import PortError, RequestError
 from expertmesh.v1 import generation_service_pb2 as pb
 from gateway.api_keys import ApiKeys, bearer_key
@@ -158,7 +159,7 @@ class GrpcServer:
     ) -> None:
         self._frontend = frontend
         self._keys = keys or ApiKeys()
-        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._address = join_address(host, port)
         self._health = health_aio.HealthServicer()
         self._follow: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None

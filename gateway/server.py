@@ -41,7 +41,9 @@ from gateway.engine.engine import Engine
 from gateway.engine.engine_pool import EnginePool
 from gateway.grpc_api import GrpcServer
 from gateway.listen import bind, check_free, is_loopback, port_error
-from gateway.mesh.discovery import StaticDiscovery
+from gateway.mesh.discovery import Discovery, StaticDiscovery
+from gateway.mesh.discovery_metrics import DiscoveryCollector
+from gateway.mesh.discovery_setup import make_discovery
 from gateway.mesh.dispatch_totals import DispatchTotals
 from gateway.mesh.membership import Membership, ServedIdentity
 from gateway.mesh.mesh_status import MeshStatus
@@ -81,6 +83,7 @@ class Gateway:
         self._socket: socket.socket | None = None
         self._checkpoint: Checkpoint | None = None
         self.attention: AttentionGroup | None = None
+        self._discovery: Discovery = StaticDiscovery(())
         self._membership: Membership | None = None
         self._placement: Operator = StaticPlacement()
         self._engine: EnginePool | None = None
@@ -104,9 +107,11 @@ class Gateway:
         checkpoint = await asyncio.to_thread(self._open)
         if self._interrupted:
             raise StartupError("the gateway was told to stop")
+        self._discovery = await asyncio.to_thread(make_discovery, self._settings.mesh)
         self._membership = self._watch_experts(checkpoint)
-        self._placement = make_placement(
-            self._settings.mesh, checkpoint, self._expert_plan(checkpoint), self._membership
+        self._placement = await asyncio.to_thread(
+            make_placement,
+            *(self._settings.mesh, checkpoint, self._expert_plan(checkpoint), self._membership),
         )
         self.attention = self._make_attention(checkpoint)
         self._membership.start()
@@ -132,7 +137,8 @@ class Gateway:
         if not status.uncovered:
             return status
         if not status.workers:
-            return dataclasses.replace(status, message=_NO_EXPERT_WORKERS)
+            why = self._discovery.report().problem or _NO_EXPERT_WORKERS
+            return dataclasses.replace(status, message=why)
         count = sum(len(experts) for experts in status.uncovered.values())
         coming = self._placement.report().num_coming(missing_pairs(status.uncovered))
         why = f"{count} experts have no usable copy" + (f", {coming} on their way" * bool(coming))
@@ -209,7 +215,7 @@ class Gateway:
             max_step_tokens=self._settings.engine.max_num_batched_tokens,
         )
         membership = Membership(
-            StaticDiscovery(self._settings.mesh.addresses),
+            self._discovery,
             served,
             checkpoint.config,
             colocated=self._colocated(checkpoint),
@@ -276,6 +282,7 @@ class Gateway:
         engine.start()
         metrics.watch(engine.stats, self.mesh)
         registry.register(PlacementCollector(self._placement.report))
+        registry.register(DiscoveryCollector(self._discovery.report))
         model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
         self.frontend = GenerationFrontend(engine, model, self.mesh, self._api_limits())
         await self._open_apis(self.frontend, registry)

@@ -7,51 +7,74 @@ found out by `gateway.mesh.membership`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Protocol
 
-from expertmesh.errors import SettingsError
-from expertmesh.settings import split_address
 
-Addresses = tuple[str, ...]
-"""host:port of each expert worker, ascending, each once."""
+@dataclass(frozen=True, order=True)
+class Endpoint:
+    """Where an expert worker is."""
+
+    address: str
+    """host:port."""
+    leaving: bool = False
+    """It ends soon: it is asked only for what nobody else holds."""
+    node: str = ""
+    """Name of its machine; empty if only the expert worker can tell."""
+
+
+Endpoints = tuple[Endpoint, ...]
+"""By address, ascending, each address once."""
+OnEndpoints = Callable[[Endpoints], None]
+
+
+@dataclass(frozen=True)
+class DiscoveryReport:
+    """How discovery is doing, for metrics and for people."""
+
+    num_up: int = 0
+    """Expert workers that stay."""
+    num_leaving: int = 0
+    num_down: int = 0
+    """Known, and not to be used: still starting, or ending."""
+    age_s: float | None = None
+    """Seconds since it was last certain; None if it never was, or cannot be wrong."""
+    num_errors: int = 0
+    problem: str = ""
+    """Why it is not certain, or finds nothing; empty if nothing is wrong."""
 
 
 class Discovery(Protocol):
-    """A source of addresses that may change. Methods may be called from any thread."""
+    """A source of endpoints that may change. Methods may be called from any thread."""
 
-    def start(self, on_change: Callable[[Addresses], None]) -> None:
-        """Begins; `on_change` gets the addresses at once and whenever they change."""
+    def start(self, on_change: OnEndpoints) -> None:
+        """Begins; `on_change` gets the endpoints as soon as they are known, and whenever they
+        change."""
 
     def stop(self) -> None:
         """Ends; `on_change` is not called afterwards."""
+
+    def report(self) -> DiscoveryReport:
+        """How it is doing."""
 
 
 class StaticDiscovery:
     """A fixed list.
 
     Args:
-        addresses: host:port, or [host]:port for IPv6.
-
-    Raises:
-        SettingsError: An address is malformed or named twice.
+        addresses: host:port, or [host]:port for IPv6, each once.
     """
 
     def __init__(self, addresses: Iterable[str]) -> None:
-        named = [address.strip() for address in addresses]
-        for address in named:
-            split_address("experts", address)
-        if repeated := {address for address in named if named.count(address) > 1}:
-            raise SettingsError(f"experts names {min(repeated)} twice, expected each address once")
-        self.addresses: Addresses = tuple(sorted(named))
+        self.endpoints: Endpoints = tuple(Endpoint(address) for address in sorted(addresses))
 
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """A list like `10.0.0.1:50061,10.0.0.2:50061`; empty for none."""
-        return cls(text.split(",") if text.strip() else ())
-
-    def start(self, on_change: Callable[[Addresses], None]) -> None:
-        """Tells the addresses once."""
-        on_change(self.addresses)
+    def start(self, on_change: OnEndpoints) -> None:
+        """Tells the endpoints once."""
+        on_change(self.endpoints)
 
     def stop(self) -> None:
         """Nothing runs."""
+
+    def report(self) -> DiscoveryReport:
+        """Nothing is uncertain."""
+        return DiscoveryReport(num_up=len(self.endpoints))

@@ -15,15 +15,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from expertmesh.model_config import ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
-from gateway.mesh.discovery import Addresses, Discovery
+from gateway.mesh.discovery import Discovery, Endpoint, Endpoints
 from gateway.mesh.expert_watcher import ExpertWatcher
 from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
-from gateway.mesh.worker_report import KnownWorker, ServedIdentity, WorkerReport, read_snapshot
+from gateway.mesh.worker_report import (
+    KnownWorker,
+    ServedIdentity,
+    WorkerReport,
+    read_snapshot,
+    with_endpoint,
+)
 
 __all__ = ["ExpertWorkerState", "ExpertWorkerStatus", "Membership", "MeshStatus", "ServedIdentity"]
 
@@ -46,12 +52,29 @@ class _Member:
     """One discovered address."""
 
     watcher: ExpertWatcher
-    report: WorkerReport
+    endpoint: Endpoint
+    """What discovery says of it."""
+    heard: WorkerReport
+    """What it says of itself."""
     since_s: float
     """When it was discovered, on the monotonic clock."""
     numerics: bytes = b""
     logged: tuple[str, ...] = ()
     """What the log says of it."""
+    report: WorkerReport = field(init=False)
+    """Both together."""
+
+    def __post_init__(self) -> None:
+        """Puts both together."""
+        self.hear(self.heard)
+
+    def hear(self, heard: WorkerReport) -> None:
+        """It said something, or nothing comes any more."""
+        self.heard, self.report = heard, with_endpoint(heard, self.endpoint)
+
+    def find(self, endpoint: Endpoint) -> None:
+        """Discovery says something else of the same address."""
+        self.endpoint, self.report = endpoint, with_endpoint(self.heard, endpoint)
 
     @property
     def status(self) -> ExpertWorkerStatus:
@@ -147,7 +170,7 @@ class Membership:
     def start(self) -> None:
         """Starts discovery and watching."""
         self._thread.start()
-        self._discovery.start(lambda addresses: self._news.put(_Addresses(addresses)))
+        self._discovery.start(lambda endpoints: self._news.put(_Discovered(endpoints)))
 
     def stop(self) -> None:
         """Ends discovery and watching; no thread is left."""
@@ -175,8 +198,8 @@ class Membership:
             return _Tick()
 
     def _take(self, news: _News) -> None:
-        if isinstance(news, _Addresses):
-            self._follow(news.addresses)
+        if isinstance(news, _Discovered):
+            self._follow(news.endpoints)
         elif isinstance(news, _Report) and (member := self._members.get(news.address)):
             if isinstance(news.content, str):
                 self._lose(member, news.content)
@@ -188,17 +211,19 @@ class Membership:
                 for listener in self._news_listeners:
                     listener()
 
-    def _follow(self, addresses: Addresses) -> None:
-        self._drop(set(self._members) - set(addresses))
-        for address in addresses:
+    def _follow(self, endpoints: Endpoints) -> None:
+        self._drop(set(self._members) - {endpoint.address for endpoint in endpoints})
+        for endpoint in endpoints:
+            address = endpoint.address
             if address in self._members:
+                self._members[address].find(endpoint)
                 continue
             watcher = ExpertWatcher(
                 address, self._heartbeat_s, self._report, hands_over=self._hands_over
             )
             state = ExpertWorkerState.UNREACHABLE
             report = WorkerReport(ExpertWorkerStatus("", address, state, "not reached yet"))
-            self._members[address] = _Member(watcher, report, time.monotonic())
+            self._members[address] = _Member(watcher, endpoint, report, time.monotonic())
             watcher.start()
 
     def _drop(self, addresses: set[str]) -> None:
@@ -215,7 +240,7 @@ class Membership:
     def _lose(self, member: _Member, reason: str) -> None:
         old = member.status
         state = ExpertWorkerState.UNREACHABLE
-        member.report = WorkerReport(ExpertWorkerStatus(old.worker_id, old.address, state, reason))
+        member.hear(WorkerReport(ExpertWorkerStatus(old.worker_id, old.address, state, reason)))
 
     def _read(self, member: _Member, snapshot: pb.WatchResponse) -> None:
         address = member.status.address
@@ -224,7 +249,7 @@ class Membership:
             worker_id, state = report.entry.worker_id, ExpertWorkerState.INCOMPATIBLE
             message = f"worker id {worker_id} is also used by {other}, expected another one"
             report = WorkerReport(ExpertWorkerStatus(worker_id, address, state, message))
-        member.report = report
+        member.hear(report)
         member.numerics = snapshot.numerics_fingerprint
 
     def _namesake(self, entry: ExpertWorkerEntry) -> str | None:
@@ -320,10 +345,10 @@ def _lives(expert_map: ExpertMap) -> tuple[tuple[str, int, bool], ...]:
 
 
 @dataclass(frozen=True)
-class _Addresses:
-    """Discovery has other addresses."""
+class _Discovered:
+    """Discovery has other endpoints."""
 
-    addresses: Addresses
+    endpoints: Endpoints
 
 
 @dataclass(frozen=True)
@@ -339,4 +364,4 @@ class _Tick:
     """Nothing happened; time to look for silent expert workers."""
 
 
-_News = _Addresses | _Report | _Tick
+_News = _Discovered | _Report | _Tick

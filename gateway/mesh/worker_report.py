@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import DTYPE_CODES
+from gateway.mesh.discovery import Endpoint
 from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus
 from gateway.placement.state import ExpertKey, WorkerView
+
+_LEAVES = "it leaves, and is used for sole copies only"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def read_snapshot(
         return WorkerReport(ExpertWorkerStatus(worker_id, address, state, problem, num_experts))
     state, message = ExpertWorkerState.READY, ""
     if snapshot.draining:
-        state, message = ExpertWorkerState.DRAINING, "it leaves, and is used for sole copies only"
+        state, message = ExpertWorkerState.DRAINING, _LEAVES
     return WorkerReport(
         ExpertWorkerStatus(worker_id, address, state, message, num_experts),
         ExpertWorkerEntry(
@@ -82,6 +85,19 @@ def read_snapshot(
         ),
         KnownWorker(address, _view(snapshot), _pairs(snapshot)),
     )
+
+
+def with_endpoint(report: WorkerReport, endpoint: Endpoint) -> WorkerReport:
+    """A report with what discovery knows: that an expert worker leaves, before it says so itself,
+    and on which machine it is."""
+    entry, known, status = report.entry, report.known, report.status
+    if entry is None or known is None or not (endpoint.leaving or endpoint.node):
+        return report
+    leaving = entry.leaving or endpoint.leaving
+    if endpoint.leaving and status.state is ExpertWorkerState.READY:
+        status = replace(status, state=ExpertWorkerState.DRAINING, message=_LEAVES)
+    view = replace(known.view, leaving=leaving, node=endpoint.node or known.view.node)
+    return WorkerReport(status, replace(entry, leaving=leaving), replace(known, view=view))
 
 
 def _view(snapshot: pb.WatchResponse) -> WorkerView:

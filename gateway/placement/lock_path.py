@@ -12,9 +12,10 @@ def lock_path(mesh: MeshOptions) -> Path:
     """The lock file: the same for all gateways here that share expert workers.
 
     Args:
-        mesh: Names the file, or addresses of expert workers.
+        mesh: Names the file, or where expert workers are.
     """
     if mesh.leader_lock:
         return Path(mesh.leader_lock).expanduser().absolute()
-    shared = hashlib.sha256(",".join(sorted(mesh.addresses)).encode())
+    places = sorted(place.strip() for place in mesh.experts.split(","))
+    shared = hashlib.sha256(",".join(places).encode())
     return data_home() / "leaders" / f"{shared.hexdigest()[:16]}.lock"

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from expertmesh.errors import SettingsError
+from expertmesh.expert_source import AddressList
+from expertmesh.leader_lock import FileLock, LeaseLock
 from expertmesh.settings import (
     AttentionWorkerSettings,
     EngineSettings,
@@ -19,7 +19,6 @@ from expertmesh.settings import (
     MeshSettings,
     ModelSettings,
     data_home,
-    split_address,
 )
 from expertmesh.settings_base import Settings
 
@@ -98,7 +97,9 @@ def test_text_that_is_not_json() -> None:
         (EngineSettings, {"kv_cache_tokens": 8}, "kv_cache_tokens is 8"),
         (MeshSettings, {"expert_workers": 0}, "expert_workers is 0"),
         (MeshSettings, {"attention_workers": 0}, "attention_workers is 0, expected"),
-        (MeshSettings, {"experts": "a:1,a:1"}, "names an address twice"),
+        (MeshSettings, {"experts": "a:1,a:1"}, "experts names a:1 twice"),
+        (MeshSettings, {"lease_duration_s": 0.5}, "lease_duration_s is 0.5"),
+        (MeshSettings, {"leader_lock": "lease:A"}, "leader_lock is 'lease:A', expected lease:NAME"),
         (MeshSettings, {"experts": "a:0"}, "experts has 'a:0', expected host:port"),
         (MeshSettings, {"threads": 0}, "threads is 0, expected a whole number from 1 to 1024"),
         (ExpertWorkerSettings, {"row_credits": 0}, "row_credits is 0"),
@@ -116,23 +117,16 @@ def test_values_out_of_range_are_named(
     assert message in caught.value.message
 
 
-def test_addresses() -> None:
-    """`experts` is split into addresses; `local` and nothing have none."""
-    assert MeshSettings(experts="a:1, [::1]:2").addresses == ("a:1", "[::1]:2")
-    assert MeshSettings(experts="local").addresses == ()
-    assert MeshSettings().addresses == ()
-    assert MeshSettings(experts="local").colocated
-
-
-@given(st.text(max_size=20))
-def test_split_address_never_fails_otherwise(text: str) -> None:
-    """Any text is an address with a valid port, or a SettingsError."""
-    try:
-        host, port = split_address("experts", text)
-    except SettingsError:
-        return
-    assert host
-    assert 1 <= port <= 65_535
+def test_where_expert_workers_are() -> None:
+    """`local` and nothing name no address; who leads is decided where all can see it."""
+    local = MeshSettings(experts="local")
+    assert local.colocated
+    assert local.expert_source == MeshSettings().expert_source == AddressList()
+    assert MeshSettings(experts="a:1").lock == FileLock()
+    assert MeshSettings(leader_lock="/a/file").lock == FileLock("/a/file")
+    assert MeshSettings(experts="k8s:expert-worker").lock == LeaseLock("expertmesh-leader")
+    assert MeshSettings(experts="k8s:a", leader_lock="/a/file").lock == FileLock("/a/file")
+    assert MeshSettings(leader_lock="lease:us").lock == LeaseLock("us")
 
 
 def test_data_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

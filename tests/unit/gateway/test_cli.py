@@ -15,6 +15,7 @@ import pytest
 import gateway.command.launcher
 from expertmesh import __version__
 from expertmesh.errors import StartupError
+from expertmesh.expert_source import AddressList
 from expertmesh.processes import child_environment
 from expertmesh.settings import GatewaySettings
 from gateway.api_keys import GivenKeys
@@ -96,7 +97,7 @@ def test_file_overrides_defaults(served: Served, config: Path) -> None:
     assert settings.http.port == 1111
     assert settings.model.max_model_len == 111
     assert settings.engine.max_num_seqs == 11
-    assert settings.mesh.addresses == ("a:1", "b:2")
+    assert settings.mesh.expert_source == AddressList(("a:1", "b:2"))
     assert settings.model.served_model_name is None
     assert settings.http.grpc_port == 50_051
 

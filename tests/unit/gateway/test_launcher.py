@@ -16,6 +16,7 @@ import pytest
 
 from expertmesh.cores import UsableCores
 from expertmesh.errors import PortError, SettingsError, StartupError
+from expertmesh.expert_source import AddressList
 from expertmesh.model_config import (
     DenseFfnConfig,
     GateConfig,
@@ -72,7 +73,8 @@ def test_plan_starts_expert_workers() -> None:
 
     assert [m.name for m in mesh.members] == ["gateway", "expert worker 0", "expert worker 1"]
     assert [m.restart is not None for m in mesh.members] == [False, True, True]
-    assert len(mesh.settings.mesh.addresses) == 2
+    assert isinstance(mesh.settings.mesh.expert_source, AddressList)
+    assert len(mesh.settings.mesh.expert_source.addresses) == 2
     assert mesh.num_pairs == 24
     assert not mesh.settings.mesh.overlap  # they compute on the attention worker's cores
 

@@ -1,0 +1,1 @@
+"""The API of Kubernetes, as far as a gateway needs it."""
