@@ -6,12 +6,12 @@ import argparse
 import logging
 import sys
 
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.cores import settle
 from expertmesh.errors import StartupError
 from expertmesh.logs import configure_logging
 from expertmesh.processes import announce_failure, announce_ready
 from expertmesh.quiet_gc import QuietGc
-from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.stop_request import StopRequest, end_within
 
 STOP_GRACE_S = 1.0

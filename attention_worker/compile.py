@@ -10,10 +10,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.compile_process import run_compiler
 from expertmesh.model_config import ModelConfig
-from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.stand_in import StandIn
 
 _MAX_MODEL_LEN = 64

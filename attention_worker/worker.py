@@ -27,6 +27,7 @@ from attention_worker.server import AttentionServer, AttentionServicer
 from attention_worker.warm_up import ZeroExperts, warm_up
 from expert_worker.store import ExpertStore
 from expertmesh import PROTOCOL_REVISION
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import threads_of_environment
 from expertmesh.errors import SettingsError, StartupError
@@ -34,7 +35,6 @@ from expertmesh.expert_plan import plan_experts
 from expertmesh.model_config import DtypeName, MlaConfig, ModelConfig
 from expertmesh.model_tools.model_size import model_size
 from expertmesh.model_tools.worker_memory import attention_worker_nbytes
-from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
 from expertmesh.wire import DTYPE_CODES, WireDtype, incarnation, wire_dtypes

@@ -18,7 +18,8 @@ from typing import Protocol
 import grpc
 from grpc_health.v1 import health_pb2
 
-from expert_worker.direct_server import address_of, bind
+from expert_worker.direct_server import bind
+from expertmesh.addresses import join_address
 from expertmesh.errors import PortError
 from expertmesh.grpc_options import server_options
 
@@ -103,7 +104,7 @@ class ProbeServer:
         self._server.add_generic_rpc_handlers((self._health.handler(),))
         try:
             bind(host, port).close()  # says why; gRPC would log lines of its own
-            self.port = self._server.add_insecure_port(address_of(host, port))
+            self.port = self._server.add_insecure_port(join_address(host, port))
         except PortError as error:
             self._pool.shutdown()
             raise PortError(error.message, fix="choose another --health-port") from error

@@ -16,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.cores import settle
 from expertmesh.errors import StartupError
 from expertmesh.file_lock import try_lock
 from expertmesh.logs import configure_logging
 from expertmesh.processes import Child, announce_failure, spawn_module, watch_lifeline
-from expertmesh.settings import AttentionWorkerSettings, ExpertWorkerSettings
+from expertmesh.settings import ExpertWorkerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import share_cores, usable_cores
 from expertmesh.errors import StartupError
@@ -31,7 +32,7 @@ from expertmesh.model_config import DtypeName
 from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
 from expertmesh.placement import ExpertMap, missing_pairs
-from expertmesh.settings import AttentionWorkerSettings, GatewaySettings, data_home
+from expertmesh.settings import GatewaySettings, data_home
 from expertmesh.wire import incarnation
 from gateway.admin_handlers import AdminAccess
 from gateway.api_keys import ADMIN_DIGESTS_VARIABLE, ApiKeys

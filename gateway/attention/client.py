@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from expertmesh import PROTOCOL_REVISION
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.errors import PeerError, StartupError
 from expertmesh.placement import ExpertMap
 from expertmesh.processes import Child, spawn
-from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.attention.connection import AttentionConnection, Observer
 from gateway.attention.map_messages import map_message

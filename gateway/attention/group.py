@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.cores import CoreShare
 from expertmesh.placement import ExpertMap
-from expertmesh.settings import AttentionWorkerSettings
 from gateway.attention.client import AttentionClient
 from gateway.attention.connection import Observer
 

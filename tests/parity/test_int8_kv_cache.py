@@ -15,10 +15,11 @@ import torch
 from attention_worker import worker
 from attention_worker.model_runner import ModelRunner
 from attention_worker.worker import LoadedModel, load_and_warm_up
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import SettingsError
 from expertmesh.model_config import DtypeName
-from expertmesh.settings import AttentionWorkerSettings, EngineSettings, KvCacheDtype
+from expertmesh.settings import EngineSettings, KvCacheDtype
 from gateway.sequence import SamplingParams
 from tests.conftest import Models
 from tests.support.family_folders import FamilyFolders

@@ -14,8 +14,9 @@ from numba.core.caching import FunctionCache
 
 from attention_worker import compile as attention_compile
 from expert_worker import compile as expert_compile
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.checkpoint import Checkpoint
-from expertmesh.settings import AttentionWorkerSettings, ExpertWorkerSettings
+from expertmesh.settings import ExpertWorkerSettings
 from expertmesh.stand_in import StandIn
 from tests.support.processes import ROOT, environment
 

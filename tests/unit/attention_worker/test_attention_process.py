@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from expertmesh import PROTOCOL_REVISION
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import StartupError
 from expertmesh.processes import Child, spawn_module
-from expertmesh.settings import AttentionWorkerSettings, EngineSettings
+from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import attention_service_pb2_grpc as pb_grpc
 from tests.support.tiny_checkpoints import MIXTRAL

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attention_worker.compile import compile_kernels
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.checkpoint import Checkpoint
-from expertmesh.settings import AttentionWorkerSettings
 from expertmesh.stand_in import StandIn
 from tests.conftest import Models
 from tests.support.tiny_checkpoints import MIXTRAL

@@ -8,10 +8,11 @@ import torch
 
 from attention_worker.experts import RemoteExperts
 from attention_worker.worker import _wire_dtype
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import SettingsError
 from expertmesh.model_config import DtypeName
-from expertmesh.settings import AttentionWorkerSettings, MeshSettings
+from expertmesh.settings import MeshSettings
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import WireDtype
 from tests.conftest import Models

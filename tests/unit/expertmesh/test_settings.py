@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.attention_settings import AttentionWorkerSettings
 from expertmesh.errors import SettingsError
 from expertmesh.expert_source import AddressList
 from expertmesh.leader_lock import FileLock, LeaseLock
 from expertmesh.settings import (
-    AttentionWorkerSettings,
     EngineSettings,
     ExpertWorkerSettings,
     GatewaySettings,
