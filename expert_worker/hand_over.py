@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 
 import grpc
 
+from expert_worker.direct_server import address_of
 from expertmesh.grpc_options import channel_options
 from expertmesh.logs import configure_logging
 from expertmesh.settings import ExpertWorkerOptions, LogSettings
@@ -23,6 +25,9 @@ from expertmesh.v1 import expert_service_pb2_grpc as rpc
 TIMEOUT_S = ExpertWorkerOptions.drain_grace_s + 5.0
 """Somewhat more than a drain may take: the expert worker decides how it ends."""
 
+POD_IP = "POD_IP"
+"""Variable of the environment with the address of the pod."""
+
 _CONNECT_S = 5.0
 _MAX_MESSAGE_BYTES = 2**26
 
@@ -31,10 +36,11 @@ logger = logging.getLogger("hand_over")
 
 def main(argv: list[str]) -> int:
     """Hands over; returns the exit code."""
-    arguments = _parse(argv)
+    arguments = parse(argv)
     configure_logging(LogSettings(), "hand over")
     options = channel_options(_MAX_MESSAGE_BYTES)
-    with grpc.insecure_channel(arguments.address, options=options) as channel:
+    address = address_of(arguments.host, arguments.port)
+    with grpc.insecure_channel(address, options=options) as channel:
         try:
             logger.info("%s", hand_over(channel, arguments.timeout_s))
         except grpc.RpcError as error:
@@ -75,12 +81,13 @@ def _left(progress: pb.DrainResponse) -> str:
     return f"{progress.experts_left} experts left"
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """`host`, `port` and `timeout_s`."""
     parser = argparse.ArgumentParser(prog="expert_worker.hand_over", description=__doc__)
-    parser.add_argument(
-        "--address", default=f"{ExpertWorkerOptions.host}:{ExpertWorkerOptions.port}",
-        help="host:port of the expert worker",
-    )  # fmt: skip
+    # A kubelet puts no variables into the command of a hook, so that address is looked up here.
+    host = os.environ.get(POD_IP, ExpertWorkerOptions.host)
+    parser.add_argument("--host", default=host, help=f"of the expert worker; ${POD_IP} if set")
+    parser.add_argument("--port", type=int, default=ExpertWorkerOptions.port, help="of it")
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="longest wait")
     return parser.parse_args(argv)
 

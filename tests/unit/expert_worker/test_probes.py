@@ -137,6 +137,9 @@ def test_a_hand_over_takes_no_longer_than_it_may(server: ExpertServer) -> None:
 
 def test_nobody_there() -> None:
     """Without an expert worker there is nothing to hand over, which is no failure."""
-    ended = run(["-m", "expert_worker.hand_over", "--address", f"127.0.0.1:{free_port()}"])
+    port = free_port()
+    argv = ["-m", "expert_worker.hand_over", "--port", str(port)]
+    ended = run(argv, env={"POD_IP": "127.77.0.9"})
     assert ended.returncode == 0
     assert "not handed over, SIGTERM will do" in ended.stderr
+    assert f"127.77.0.9:{port}" in ended.stderr
