@@ -15,7 +15,7 @@ import time
 
 import grpc
 
-from expert_worker.direct_server import address_of
+from expertmesh.addresses import join_address
 from expertmesh.grpc_options import channel_options
 from expertmesh.logs import configure_logging
 from expertmesh.settings import ExpertWorkerOptions, LogSettings
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     configure_logging(LogSettings(), "hand over")
     options = channel_options(_MAX_MESSAGE_BYTES)
-    address = address_of(arguments.host, arguments.port)
+    address = join_address(arguments.host, arguments.port)
     with grpc.insecure_channel(address, options=options) as channel:
         try:
             logger.info("%s", hand_over(channel, arguments.timeout_s))
