@@ -1,6 +1,6 @@
 """An API server of Kubernetes for tests: objects, versions, watches, scale, and faults on demand.
 
-It keeps what clients rely on as the real one does, which `tests/cluster/test_api_contract.py` checks
+It keeps what clients rely on as the real one does; `tests/cluster/test_api_contract.py` checks that
 on both. There is no validation, no admission and no access control. It listens on loopback only and
 belongs to the event loop that it is started in.
 """
