@@ -14,7 +14,9 @@ from prometheus_client.registry import Collector
 
 from expert_worker.call_counters import ROWS_BUCKETS
 from expert_worker.state import WorkerState
+from expertmesh.call_waits import WAIT_BOUNDS_S
 from expertmesh.errors import PortError
+from expertmesh.v1 import expert_service_pb2 as pb
 
 
 class WorkerCollector(Collector):
@@ -44,6 +46,7 @@ class WorkerCollector(Collector):
         seconds.add_metric(["grouped_mlp"], load.compute_us / 1e6)
         yield seconds
         yield self._batch_tokens(load.rows)
+        yield _queue_wait(load)
         yield self._expert_tokens()
 
     def _batch_tokens(self, num_rows: int) -> HistogramMetricFamily:
@@ -62,6 +65,16 @@ class WorkerCollector(Collector):
             for expert in (*held.resident, *held.retiring):
                 family.add_metric([str(layer), str(expert)], int(pairs_LE[layer, expert]))
         return family
+
+
+def _queue_wait(load: pb.LoadCounters) -> HistogramMetricFamily:
+    counts = np.cumsum(load.calls_by_wait).tolist()
+    bounds = [*map(str, WAIT_BOUNDS_S), "+Inf"]
+    family = HistogramMetricFamily(
+        "moe_expert_queue_wait_seconds", "Time that calls waited for the device"
+    )
+    family.add_metric([], list(zip(bounds, counts, strict=True)), sum_value=load.queue_us / 1e6)
+    return family
 
 
 def serve_metrics(state: WorkerState, host: str, port: int) -> tuple[WSGIServer, Thread]:

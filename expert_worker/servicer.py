@@ -186,7 +186,9 @@ class ExpertServicer:
         )
         outputs_NH = raw_array(result.outputs_NH)
         parts = encode_reply(head, outputs_NH, self.limits.dtype, crc=call.want_crc32)
-        self._state.count_answer(call.layer, call.num_rows, rows.expert_of_pair_N, compute_us)
+        self._state.count_answer(
+            call.layer, call.num_rows, rows.expert_of_pair_N, compute_us, result.queue_s
+        )
         return parts
 
     def _refuse(self, received: Received[pb.ForwardRequest], error: WireError) -> Parts:

@@ -50,6 +50,7 @@ class WorkerState:
     def __init__(self, identity: WorkerIdentity, store: ExpertStore) -> None:
         self.identity = identity
         self.store = store
+        self._born_s = time.monotonic()
         self._stopped = threading.Event()
         self._condition = threading.Condition()
         self._version = 0
@@ -235,11 +236,16 @@ class WorkerState:
                 self._condition.notify_all()
 
     def count_answer(
-        self, layer: int, num_rows: int, expert_ids_N: npt.NDArray[np.int64], compute_us: int
+        self,
+        layer: int,
+        num_rows: int,
+        expert_ids_N: npt.NDArray[np.int64],
+        compute_us: int,
+        queue_s: float,
     ) -> None:
         """Counts a call that was answered with outputs."""
         with self._condition:
-            self._counters.count(layer, num_rows, expert_ids_N, compute_us)
+            self._counters.count(layer, num_rows, expert_ids_N, compute_us, queue_s)
 
     def new_counters(self) -> CallCounters:
         """Counters that nobody looks at."""
@@ -286,7 +292,11 @@ class WorkerState:
         load = pb.LoadCounters()
         with self._condition:
             load.CopyFrom(self._load)
-            load.calls, load.rows, load.pairs, load.compute_us = self._total().work.tolist()
+            total = self._total()
+            load.calls, load.rows, load.pairs, load.compute_us = total.work.tolist()
+            load.queue_us = int(total.queue_s * 1e6)
+            load.calls_by_wait.extend(total.calls_by_wait.tolist())
+            load.uptime_us = int((time.monotonic() - self._born_s) * 1e6)
             load.queued_calls = max(0, self._count_in_flight() - 1)  # one of them has the device
         return load
 

@@ -232,7 +232,7 @@ class LayerExperts(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., resident: _Optional[_Iterable[int]] = ..., retiring: _Optional[_Iterable[int]] = ..., pairs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadCounters(_message.Message):
-    __slots__ = ("calls", "errors", "rows", "pairs", "compute_us", "queued_calls", "streams")
+    __slots__ = ("calls", "errors", "rows", "pairs", "compute_us", "queued_calls", "streams", "queue_us", "calls_by_wait", "uptime_us")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,9 @@ class LoadCounters(_message.Message):
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     QUEUED_CALLS_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    CALLS_BY_WAIT_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_US_FIELD_NUMBER: _ClassVar[int]
     calls: int
     errors: int
     rows: int
@@ -247,7 +250,10 @@ class LoadCounters(_message.Message):
     compute_us: int
     queued_calls: int
     streams: int
-    def __init__(self, calls: _Optional[int] = ..., errors: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., compute_us: _Optional[int] = ..., queued_calls: _Optional[int] = ..., streams: _Optional[int] = ...) -> None: ...
+    queue_us: int
+    calls_by_wait: _containers.RepeatedScalarFieldContainer[int]
+    uptime_us: int
+    def __init__(self, calls: _Optional[int] = ..., errors: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., compute_us: _Optional[int] = ..., queued_calls: _Optional[int] = ..., streams: _Optional[int] = ..., queue_us: _Optional[int] = ..., calls_by_wait: _Optional[_Iterable[int]] = ..., uptime_us: _Optional[int] = ...) -> None: ...
 
 class ExpertId(_message.Message):
     __slots__ = ("layer", "expert")

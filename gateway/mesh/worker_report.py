@@ -32,6 +32,18 @@ class ServedIdentity:
 
 
 @dataclass(frozen=True)
+class WorkCounters:
+    """What an expert worker has done in this life of it."""
+
+    uptime_s: float = 0.0
+    """Its age when this was counted."""
+    busy_s: float = 0.0
+    """Of that, its device computed."""
+    calls_by_wait: tuple[int, ...] = ()
+    """Calls by the time that they waited for the device: see `expertmesh.call_waits`."""
+
+
+@dataclass(frozen=True)
 class KnownWorker:
     """An expert worker that answers and fits, for who places experts."""
 
@@ -40,6 +52,7 @@ class KnownWorker:
     view: WorkerView
     pairs: Mapping[ExpertKey, int]
     """(row, expert) pairs computed in this life of it, by resident expert."""
+    work: WorkCounters = WorkCounters()
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ def read_snapshot(
             snapshot.row_credits,
             leaving=snapshot.draining,
         ),
-        KnownWorker(address, _view(snapshot), _pairs(snapshot)),
+        KnownWorker(address, _view(snapshot), _pairs(snapshot), _work(snapshot.load)),
     )
 
 
@@ -122,6 +135,10 @@ def _pairs(snapshot: pb.WatchResponse) -> Mapping[ExpertKey, int]:
         for layer in snapshot.layers
         for expert, count in zip(layer.resident, layer.pairs, strict=False)
     }
+
+
+def _work(load: pb.LoadCounters) -> WorkCounters:
+    return WorkCounters(load.uptime_us / 1e6, load.compute_us / 1e6, tuple(load.calls_by_wait))
 
 
 def _incompatibility(snapshot: pb.WatchResponse, served: ServedIdentity) -> str:

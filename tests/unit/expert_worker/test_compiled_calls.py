@@ -206,6 +206,7 @@ def test_calls_meet_in_the_queue(
         assert len(unusual) == 2
         assert ask(first, message).outputs.data == replies[0].outputs.data
         assert len(unusual) == 2
+    assert sum(server.state.load().calls_by_wait) == 3
 
 
 def test_connections_side_by_side(server: ExpertServer) -> None:

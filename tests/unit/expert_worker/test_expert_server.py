@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 from expert_worker.backend import raw_array
 from expert_worker.metrics import serve_metrics
 from expert_worker.server import ExpertServer
+from expertmesh.call_waits import WAIT_BOUNDS_S
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import PortError
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -126,6 +127,10 @@ def test_streams_share_the_device(server: ExpertServer) -> None:
         replies = [reply for stream in streams for reply in stream.read()]
     assert all(reply.HasField("outputs") and reply.queue_us > 0 for reply in replies)
     assert replies[0].outputs.data == replies[1].outputs.data
+    load = server.state.load()
+    assert len(load.calls_by_wait) == len(WAIT_BOUNDS_S) + 1
+    assert sum(load.calls_by_wait) == load.calls == 2
+    assert 0 < load.compute_us + load.queue_us / 2 < load.uptime_us
 
 
 def test_message_above_the_limit(server: ExpertServer) -> None:
@@ -213,6 +218,7 @@ def test_metrics(server: ExpertServer) -> None:
         "moe_worker_errors_total 1.0",
         'moe_worker_batch_tokens_bucket{le="2.0"} 1.0',
         "moe_worker_batch_tokens_sum 2.0",
+        'moe_expert_queue_wait_seconds_bucket{le="+Inf"} 1.0',
         'moe_worker_expert_tokens_total{expert="3",layer="1"} 1.0',
         'moe_worker_expert_tokens_total{expert="2",layer="1"} 0.0',
     ):
