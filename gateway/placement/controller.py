@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gateway.mesh.worker_report import KnownWorker
@@ -25,7 +25,14 @@ from gateway.placement.operator import PlacementRefusedError, UnknownWorkerError
 from gateway.placement.order_calls import OnEnd, OrderEnd, Orders
 from gateway.placement.plan import plan
 from gateway.placement.report import MoveCounts, PlacementReport
-from gateway.placement.state import ExpertLoad, Experts, PlacementPolicy, Plan, WorkerView
+from gateway.placement.state import (
+    ExpertLoad,
+    Experts,
+    PlacementPolicy,
+    Plan,
+    Rescale,
+    WorkerView,
+)
 
 logger = logging.getLogger("gateway.placement")
 
@@ -82,6 +89,7 @@ class PlacementController:
         self._orders = make_orders(self._order_ended)
         self._load = RecentLoad(experts)
         self._token: int | None = None
+        self._rescale = Rescale()
         self._term: _Term | None = None
         self._ends: queue.SimpleQueue[OrderEnd] = queue.SimpleQueue()  # one for each open order
         self._moved = MoveCounts()
@@ -141,6 +149,19 @@ class PlacementController:
                 f"{worker_id}"
             )
         self._orders.drain(known[worker_id].address, view.incarnation)
+
+    # --- who scales, from any thread; see gateway.scaling ---
+
+    @property
+    def token(self) -> int | None:
+        """Fencing token of this gateway; None while it does not lead."""
+        return self._token
+
+    def rescale(self, change: Rescale) -> None:
+        """Has expert workers handed over that are to go, and leaves load alone meanwhile."""
+        if change != self._rescale:
+            self._rescale = change
+            self._wake.set()
 
     # --- other threads ---
 
@@ -233,7 +254,9 @@ class PlacementController:
         if self._rebalance.is_set():
             self._rebalance.clear()
             term.leader.rebalance()
-        views = [worker.view for worker in known]
+        change = self._rescale
+        term.leader.minds_load = not change.is_under_way
+        views = [_with_change(worker.view, change) for worker in known]
         addresses = {worker.view.worker_id: worker.address for worker in known}
         orders = term.leader.advance(views, load_LE, now_s)
         self._tell(term.leader.plan)
@@ -268,6 +291,10 @@ def _tell_end(end: OrderEnd) -> None:
         )
     elif end.is_lost:
         logger.info("an order to expert worker %s was lost: %s", order.worker_id, end.message)
+
+
+def _with_change(view: WorkerView, change: Rescale) -> WorkerView:
+    return replace(view, leaving=True) if view.worker_id in change.leaving else view
 
 
 def _life(view: WorkerView) -> WorkerLife:

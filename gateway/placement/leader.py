@@ -66,9 +66,13 @@ class Leader:
         policy: How much to move, and for what.
         token: Fencing token of the term; its orders bear it, so that they are not taken for those
             of another term.
+
+    Attributes:
+        minds_load: False while load is not looked at: what was moved for it stays as it is.
     """
 
     def __init__(self, experts: Experts, policy: PlacementPolicy, token: int = 0) -> None:
+        self.minds_load = True
         self._experts = experts
         self._token = token
         self._policy = policy
@@ -181,6 +185,7 @@ class Leader:
     def _current_plan(self, views: list[WorkerView], load: ExpertLoad, now_s: float) -> Plan:
         seen = self._seen
         look_at_load = now_s - seen.balanced_at_s >= self._policy.balance_every_s
+        look_at_load = look_at_load and (self.minds_load or self._plan is None)
         if self._plan is not None and not look_at_load:
             # Targets don't follow from what is resident, once they are made. So a plan that is
             # being carried out is not made anew with each expert that is loaded.

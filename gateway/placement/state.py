@@ -109,6 +109,16 @@ class PlacementPolicy:
 
 
 @dataclass(frozen=True)
+class Rescale:
+    """A change of the number of expert workers, as far as placement has to know."""
+
+    leaving: frozenset[str] = frozenset()
+    """Ids of those that are to hand over, although they were not told to stop yet."""
+    is_under_way: bool = False
+    """Expert workers are about to come or go: nothing is moved for load."""
+
+
+@dataclass(frozen=True)
 class Order:
     """What one incarnation of an expert worker is to load or to unload."""
 

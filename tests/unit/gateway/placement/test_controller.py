@@ -16,7 +16,7 @@ from gateway.placement.election import OnChange
 from gateway.placement.expert_load import WorkerLife
 from gateway.placement.operator import PlacementRefusedError, UnknownWorkerError
 from gateway.placement.order_calls import OnEnd, OrderEnd
-from gateway.placement.state import Order, PlacementPolicy, WorkerView
+from gateway.placement.state import Order, PlacementPolicy, Rescale, WorkerView
 from tests.support.placements import obeyed, some_experts, some_workers
 
 EXPERTS = some_experts()
@@ -198,6 +198,19 @@ def test_what_an_operator_may_ask() -> None:
         mesh.lead(1)
         until(lambda: controller.report().token == 1)
         controller.rebalance()
+
+
+def test_who_is_to_go_hands_over_first() -> None:
+    """It is given nothing and keeps nothing, until it is said that it stays after all."""
+    mesh = Mesh(some_workers(3, 16))
+    with running(mesh) as controller:
+        mesh.lead(1)
+        until(lambda: is_filled(mesh))
+        controller.rescale(Rescale(frozenset({"w2"}), is_under_way=True))
+        until(lambda: not mesh.workers[2].resident)
+        assert is_filled(mesh)
+        controller.rescale(Rescale())
+        until(lambda: bool(mesh.workers[2].resident) and is_filled(mesh))
 
 
 def test_a_failure_of_the_process_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -165,6 +165,9 @@ def test_load_is_looked_at_now_and_then() -> None:
     for layer, expert in workers[0].resident:
         load[EXPERTS.moe_layers.index(layer), expert] = 1e6
     assert leader.advance(workers, load, 19.9) == []
+    leader.minds_load = False
+    assert leader.advance(workers, load, 20.0) == []
+    leader.minds_load = True
     assert leader.advance(workers, load, 20.0) != []
     other = Leader(EXPERTS, PlacementPolicy(min_copies=1, balance_every_s=20.0))
     settle(other, workers, 0.0)
