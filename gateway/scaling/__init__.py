@@ -1,0 +1,1 @@
+"""How many expert workers there should be, and who asks for them."""
