@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -144,14 +145,14 @@ def _fits(expression: Object, labels: Mapping[str, str]) -> bool:
 
 
 _UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_QUANTITY = re.compile(r"([0-9.]+)(m|k|M|G|Ki|Mi|Gi|)")
 
 
 def quantity(value: str | int) -> float:
     """A resource quantity as a number; refuses what Kubernetes does, such as 4Gb."""
-    text = str(value)
-    digits = text.rstrip("kmMGi")
-    assert text[len(digits) :] in _UNITS, f"{text} is no quantity"
-    return float(digits) * _UNITS[text[len(digits) :]]
+    parts = _QUANTITY.fullmatch(str(value))
+    assert parts is not None, f"{value} is no quantity"
+    return float(parts[1]) * _UNITS[parts[2]]
 
 
 Check = Callable[[Manifests], None]

@@ -21,6 +21,7 @@ from expertmesh.errors import PortError
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import encode_tensor
 from tests.conftest import Models
+from tests.support.expert_metrics import EXPERT_METRICS
 from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
 from tests.support.expert_wire import (
     HIDDEN,
@@ -223,3 +224,5 @@ def test_metrics(server: ExpertServer) -> None:
         'moe_worker_expert_tokens_total{expert="2",layer="1"} 0.0',
     ):
         assert line in lines
+    types = {line.split()[2].removesuffix("_total") for line in lines if line.startswith("# TYPE")}
+    assert types == EXPERT_METRICS
