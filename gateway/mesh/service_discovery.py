@@ -99,12 +99,13 @@ class ServiceDiscovery:
     async def _round(self) -> None:
         """A LIST and a watch, or a pause."""
         try:
-            version = await self._list()
-            await self._watch(version)
-            self._backoff.reset()
+            ended_in_time = await self._watch(await self._list())
+            pause_s = 0.0 if ended_in_time else self._backoff.next_s()
         except ClusterError as error:
-            self._fail(str(error))
-            await asyncio.sleep(self._backoff.next_s(error.retry_after_s))
+            self._report = replace(self._report, num_errors=self._report.num_errors + 1)
+            self._say(str(error))
+            pause_s = self._backoff.next_s(error.retry_after_s)
+        await asyncio.sleep(pause_s)
 
     async def _list(self) -> str:
         """Takes the view anew; returns its version."""
@@ -118,11 +119,11 @@ class ServiceDiscovery:
         self._publish()
         return text_at(answer, "metadata", "resourceVersion")
 
-    async def _watch(self, version: str) -> None:
-        """Follows changes until the server ends the watch in time.
+    async def _watch(self, version: str) -> bool:
+        """Follows changes until the server ends the watch; True if that is about when it should.
 
         Raises:
-            ClusterError: It ends otherwise.
+            ClusterError: It breaks off, or does not end in time.
         """
         watch_s = max(1, int(self._times.watch_s * random.uniform(0.8, 1.0)))
         began_s = time.monotonic()
@@ -141,9 +142,7 @@ class ServiceDiscovery:
                     raise refusal_in(event)
                 self._apply(kind, at(event, "object"))
                 self._publish()
-                self._backoff.reset()
-        if time.monotonic() - began_s < 0.5 * watch_s:
-            raise ClusterError("the watch ended early")
+        return time.monotonic() - began_s > 0.5 * watch_s
 
     def _apply(self, kind: str, item: object) -> None:
         """Takes an object in, or out."""
@@ -172,21 +171,18 @@ class ServiceDiscovery:
     def _doubt(self, view: ServiceView) -> str:
         """What looks like a mistake of who set it up; empty if nothing does."""
         if not view.num_slices:
-            return f"Service {self._name} has no EndpointSlices: is it there, with a selector?"
+            return "it has no EndpointSlices: is it there, with a selector?"
         if view.portless:
             return f"EndpointSlice {view.portless} has no port named {self._service.port_name}"
         return ""
 
-    def _fail(self, problem: str) -> None:
-        self._report = replace(self._report, num_errors=self._report.num_errors + 1)
-        self._say(problem)
-
-    def _say(self, problem: str) -> None:
+    def _say(self, what: str) -> None:
         """Remembers what is wrong, and logs it if it is news."""
+        problem = f"Service {self._name}: {what}" if what else ""
         if problem == self._report.problem:
             return
         if problem:
-            logger.warning("expert workers of Service %s: %s", self._name, problem)
+            logger.warning("%s", problem)
         else:
-            logger.info("expert workers of Service %s are known from Kubernetes", self._name)
+            logger.info("Service %s: its expert workers are known", self._name)
         self._report = replace(self._report, problem=problem)

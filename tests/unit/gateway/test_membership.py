@@ -23,7 +23,7 @@ from expertmesh.model_config import (
 )
 from expertmesh.placement import ExpertMap
 from expertmesh.v1 import expert_service_pb2 as pb
-from gateway.mesh.discovery import StaticDiscovery
+from gateway.mesh.discovery import Discovery, Endpoint, OnEndpoints, StaticDiscovery
 from gateway.mesh.membership import ExpertWorkerState, Membership, MeshStatus, ServedIdentity
 from tests.support.watch_server import WatchServer, snapshot
 
@@ -76,12 +76,14 @@ class Watched:
 
 @contextmanager
 def watching(
-    *addresses: str, heartbeat_s: float = HEARTBEAT_S, config: ModelConfig | None = None
+    *addresses: str,
+    heartbeat_s: float = HEARTBEAT_S,
+    config: ModelConfig | None = None,
+    discovery: Discovery | None = None,
 ) -> Iterator[Watched]:
     """A membership that follows these addresses; no thread of it is left afterwards."""
-    membership = Membership(
-        StaticDiscovery(addresses), SERVED, config or model(), heartbeat_s=heartbeat_s
-    )
+    discovery = discovery or StaticDiscovery(addresses)
+    membership = Membership(discovery, SERVED, config or model(), heartbeat_s=heartbeat_s)
     watched = Watched(membership)
     membership.start()
     try:
@@ -354,3 +356,33 @@ def test_a_colocated_gateway_is_ready_alone() -> None:
     """Experts inside the attention worker need no expert worker."""
     membership = Membership(StaticDiscovery(()), SERVED, model(), colocated=True)
     assert membership.status() == MeshStatus(epoch=0, ready=True)
+
+
+class ToldDiscovery(StaticDiscovery):
+    """Endpoints that a test changes."""
+
+    tell: OnEndpoints
+
+    def start(self, on_change: OnEndpoints) -> None:
+        """Keeps whom to tell."""
+        self.tell = on_change
+        super().start(on_change)
+
+
+def test_discovery_knows_of_an_end_first() -> None:
+    """A pod that terminates leaves before it says so; one that serves no more is left out. The node
+    that Kubernetes names is the one that counts."""
+    with WatchServer(snapshot("w0", FINGERPRINT, LOW)) as server:
+        discovery = ToldDiscovery([server.address])
+        with watching(server.address, discovery=discovery) as watched:
+            watched.until_state(ExpertWorkerState.READY)
+            discovery.tell((Endpoint(server.address, leaving=True, node="n7"),))
+            assert "sole copies only" in watched.until_state(ExpertWorkerState.DRAINING)
+            newest = watched.map_of(watched.until(lambda status: status.epoch == 2))
+            assert [worker.leaving for worker in newest.workers] == [True]
+            view = watched.membership.known_workers()[0].view
+            assert (view.leaving, view.node) == (True, "n7")
+            discovery.tell((Endpoint(server.address),))
+            watched.until_state(ExpertWorkerState.READY)
+            discovery.tell(())
+            assert watched.until(lambda status: not status.workers).uncovered
