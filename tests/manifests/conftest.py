@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.support.leaks import LeakGuard
 from tests.support.manifests import VARIANTS, Manifests, parse, render_all
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Once a file: looking for processes takes longer than most of these tests."""
+    guard = LeakGuard()
+    yield
+    leaks = guard.remaining(grace_s=5.0)
+    assert leaks == [], f"left behind: {', '.join(leaks)}"
 
 
 @pytest.fixture(scope="session")
