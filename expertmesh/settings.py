@@ -17,6 +17,7 @@ from expertmesh.cores import MAX_THREADS, parse_cores
 from expertmesh.errors import SettingsError
 from expertmesh.expert_source import AddressList, ExpertSource, parse_experts
 from expertmesh.leader_lock import FileLock, LeaseLock, parse_lock
+from expertmesh.scaling_settings import ScalingSettings
 from expertmesh.settings_base import Settings, check_float, check_host, check_int, check_port
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -283,6 +284,7 @@ class GatewaySettings(Settings):
     model: ModelSettings = field(default_factory=ModelSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     mesh: MeshSettings = field(default_factory=MeshSettings)
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
 

@@ -4,6 +4,7 @@
     engine-N       scheduler and output streams of an attention worker
     membership     expert maps; watch-<address>: one expert worker each
     placement      as leader, orders to expert workers; election: who leads
+    scaling        as leader, asks for more or fewer expert workers; not by default
     attention-*    streams to the attention workers, child processes
 
 Start: ports, checkpoint, expert workers are looked for, attention workers, engines, APIs. Expert
@@ -53,6 +54,8 @@ from gateway.placement.operator import Operator, StaticPlacement
 from gateway.placement.setup import make_placement, start_placement
 from gateway.request_metrics import RequestMetrics
 from gateway.sampling_defaults import SamplingDefaults
+from gateway.scaling.scaler import NoScaler, Scaler
+from gateway.scaling.setup import make_scaler
 from gateway.service import ApiLimits, GenerationFrontend, ServedModel
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
@@ -87,6 +90,7 @@ class Gateway:
         self._discovery: Discovery = StaticDiscovery(())
         self._membership: Membership | None = None
         self._placement: Operator = StaticPlacement()
+        self._scaler: Scaler = NoScaler()
         self._engine: EnginePool | None = None
         self.frontend: GenerationFrontend | None = None
         self._runner: web.AppRunner | None = None
@@ -114,9 +118,15 @@ class Gateway:
             make_placement,
             *(self._settings.mesh, checkpoint, self._expert_plan(checkpoint), self._membership),
         )
+        self._scaler = await asyncio.to_thread(
+            make_scaler,
+            *(self._settings.scaling, self._settings.mesh),
+            *(self._membership.known_workers, self._placement),
+        )
         self.attention = self._make_attention(checkpoint)
         self._membership.start()
         start_placement(self._placement)
+        self._scaler.start()
         await asyncio.to_thread(self.attention.start)
         await self._serve(checkpoint)
 
@@ -283,6 +293,7 @@ class Gateway:
         engine.start()
         metrics.watch(engine.stats, self.mesh)
         registry.register(PlacementCollector(self._placement.report))
+        self._scaler.register(registry)
         registry.register(DiscoveryCollector(self._discovery.report))
         model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
         self.frontend = GenerationFrontend(engine, model, self.mesh, self._api_limits())
@@ -372,6 +383,7 @@ class Gateway:
         await asyncio.gather(*parts)
 
     def _stop_watching(self) -> None:
+        self._scaler.stop()
         self._placement.stop()
         if self._membership is not None:
             self._membership.stop()

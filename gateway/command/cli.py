@@ -20,6 +20,7 @@ from cyclopts.config import Env
 
 from expertmesh import __version__
 from expertmesh.errors import ExpertMeshError, SettingsError, StartupError
+from expertmesh.scaling_settings import ScalingSettings
 from expertmesh.settings import (
     EngineSettings,
     ExpertWorkerOptions,
@@ -49,6 +50,7 @@ _WORKER_OPTIONS = ExpertWorkerOptions()
 _MODEL = Group.create_ordered("Model")
 _ADDRESSES = Group.create_ordered("Addresses")
 _EXPERTS = Group.create_ordered("Experts")
+_SCALING = Group.create_ordered("Scaling in a cluster")
 _ACCESS = Group.create_ordered("Access")
 _LIMITS = Group.create_ordered("Limits")
 _OUTPUT = Group.create_ordered("Output and configuration")
@@ -57,6 +59,7 @@ ModelArgument = Annotated[str, Parameter(group=_MODEL)]
 ModelFlags = Annotated[ModelOptions, Parameter(name="*", group=_MODEL)]
 HttpFlags = Annotated[HttpSettings, Parameter(name="*", group=_ADDRESSES)]
 MeshFlags = Annotated[MeshSettings, Parameter(name="*", group=_EXPERTS)]
+ScalingFlags = Annotated[ScalingSettings, Parameter(name="*", group=_SCALING)]
 MeshOptionFlags = Annotated[MeshOptions, Parameter(name="*", group=_EXPERTS)]
 EngineFlags = Annotated[EngineSettings, Parameter(name="*", group=_LIMITS)]
 WorkerFlags = Annotated[ExpertWorkerOptions, Parameter(name="*", group=_EXPERTS)]
@@ -118,7 +121,7 @@ def serve(
     from gateway.command.launcher import serve_model
 
     keys = collect_keys(api_key or (), api_key_file, admin_key_file)
-    settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log)
+    settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log=log)
     return serve_model(settings, ask=ask, keys=keys)
 
 
@@ -129,6 +132,7 @@ def gateway(
     options: ModelFlags = _MODEL_OPTIONS,
     http: HttpFlags = _DEFAULTS.http,
     mesh: MeshOptionFlags = _MESH_OPTIONS,
+    scaling: ScalingFlags = _DEFAULTS.scaling,
     engine: EngineFlags = _DEFAULTS.engine,
     log: LogFlags = _DEFAULTS.log,
     api_key: ApiKeyFlags = None,
@@ -160,7 +164,12 @@ def gateway(
     keys = collect_keys(api_key or (), api_key_file, admin_key_file)
     os.environ.update(keys.to_environment())
     settings = GatewaySettings(
-        http, _model_settings(model, options), engine, MeshSettings(**vars(mesh)), log
+        http,
+        _model_settings(model, options),
+        engine,
+        MeshSettings(**vars(mesh)),
+        scaling=scaling,
+        log=log,
     )
     check_ports(settings.http)
     return run(find_model(settings).settings)
