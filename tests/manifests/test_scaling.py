@@ -13,6 +13,9 @@ from gateway.mesh.mesh_status import MeshStatus
 from gateway.placement.metrics import PlacementCollector
 from gateway.placement.operator import StaticPlacement
 from gateway.request_metrics import RequestMetrics
+from gateway.scaling.autoscaler import ScalingReport
+from gateway.scaling.metrics import ScalingCollector
+from gateway.scaling.policy import Fleet, Sample
 from gateway.sequence import EngineStats
 from tests.support.expert_metrics import EXPERT_METRICS
 from tests.support.manifests import Breakage, Manifests, Object, labels_of, named, pod_of, selects
@@ -111,6 +114,9 @@ def gateway_metrics() -> list[Metric]:
     metrics = RequestMetrics(registry, "a-model")
     metrics.watch(EngineStats, MeshStatus)
     registry.register(PlacementCollector(StaticPlacement().report))
+    sample = Sample(at_s=0.0, desired=2, present=2, busy=0.5, wait_s=0.0)
+    scaling = ScalingReport(Fleet(desired=2, present=2), sample)
+    registry.register(ScalingCollector(lambda: scaling))
     return list(registry.collect())
 
 
