@@ -41,7 +41,7 @@ class WatchTimes:
     slack_s: float = 5.0
     """Beyond that, until a watch counts as cut off."""
     first_pause_s: float = 0.2
-    """After the first failure; then it doubles."""
+    """After a round; it doubles after each that was shorter than the longest pause."""
     longest_pause_s: float = 10.0
 
 
@@ -97,15 +97,17 @@ class ServiceDiscovery:
             await self._api.close()
 
     async def _round(self) -> None:
-        """A LIST and a watch, or a pause."""
+        """A LIST, a watch, and a pause."""
+        began_s, asked_for_s = time.monotonic(), 0.0
         try:
-            ended_in_time = await self._watch(await self._list())
-            pause_s = 0.0 if ended_in_time else self._backoff.next_s()
+            await self._watch(await self._list())
         except ClusterError as error:
             self._report = replace(self._report, num_errors=self._report.num_errors + 1)
             self._say(str(error))
-            pause_s = self._backoff.next_s(error.retry_after_s)
-        await asyncio.sleep(pause_s)
+            asked_for_s = error.retry_after_s
+        if time.monotonic() - began_s > self._times.longest_pause_s:
+            self._backoff.reset()  # however it ended: rounds as long as this load nobody
+        await asyncio.sleep(self._backoff.next_s(asked_for_s))
 
     async def _list(self) -> str:
         """Takes the view anew; returns its version."""
@@ -119,14 +121,13 @@ class ServiceDiscovery:
         self._publish()
         return text_at(answer, "metadata", "resourceVersion")
 
-    async def _watch(self, version: str) -> bool:
-        """Follows changes until the server ends the watch; True if that is about when it should.
+    async def _watch(self, version: str) -> None:
+        """Follows changes until the server ends the watch, in time or earlier.
 
         Raises:
             ClusterError: It breaks off, or does not end in time.
         """
         watch_s = max(1, int(self._times.watch_s * random.uniform(0.8, 1.0)))
-        began_s = time.monotonic()
         query = {
             **self._selector,
             "watch": "true",
@@ -142,7 +143,6 @@ class ServiceDiscovery:
                     raise refusal_in(event)
                 self._apply(kind, at(event, "object"))
                 self._publish()
-        return time.monotonic() - began_s > 0.5 * watch_s
 
     def _apply(self, kind: str, item: object) -> None:
         """Takes an object in, or out."""

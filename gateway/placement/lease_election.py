@@ -229,10 +229,9 @@ class LeaseElection:
         return LeaseRecord.read(answer)
 
     def _left_s(self, until_s: float | None) -> float:
-        """Seconds for a request, some at least."""
-        if until_s is None:
-            return self._times.renew_s
-        return max(0.01, until_s - time.monotonic())
+        """Seconds for a request: some at least, and so few that there is time for another one."""
+        most_s = self._times.renew_s / 2
+        return most_s if until_s is None else min(most_s, max(0.01, until_s - time.monotonic()))
 
     def _say(self, error: ClusterError) -> None:
         """Logs what is wrong, once."""

@@ -27,7 +27,7 @@ class CutApi(ClusterApi):
 
     Attributes:
         is_cut: Nothing reaches the API server.
-        loses_answers: Requests reach it, and its answers are lost.
+        loses_answers: Requests of now on reach it, and their answers are lost.
     """
 
     is_cut = False
@@ -44,11 +44,12 @@ class CutApi(ClusterApi):
         timeout_s: float = 10.0,
     ) -> JsonObject:
         """As ever, while there is a network."""
+        is_lost = self.loses_answers
         if not self.is_cut:
             answer = await super().request(
                 method, path, query=query, body=body, content_type=content_type, timeout_s=timeout_s
             )
-        if self.is_cut or self.loses_answers:
+        if self.is_cut or is_lost:
             await asyncio.sleep(min(timeout_s, 0.05))
             raise ClusterError("the network is cut")
         return answer

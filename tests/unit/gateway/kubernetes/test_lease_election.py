@@ -161,3 +161,19 @@ async def test_answers_that_are_lost(elections: Elections) -> None:
     await until(lambda: loser.token is not None)
     assert loser.token is not None
     assert lease(elections.server)["leaseTransitions"] == 2
+
+
+def test_tokens_of_a_lease_that_nobody_remembers() -> None:
+    """A younger Lease has higher ones, however many terms the one before saw; within a Lease each
+    term raises them, and what cannot be read counts as old."""
+
+    def record(created: str, num_terms: int) -> LeaseRecord:
+        metadata = {"creationTimestamp": created}
+        return LeaseRecord.read({"metadata": metadata, "spec": {"leaseTransitions": num_terms}})
+
+    old, new = record("2026-12-01T00:00:00Z", 5000), record("2026-12-01T00:00:01Z", 1)
+    assert new.token > old.taken("a", 15.0).token > old.token
+    assert new.above(old.token) == new
+    assert old.above(new.token).token == new.token + 1
+    assert new.token < 2**53  # so that JSON has it exactly
+    assert record("", 3).token == record("yesterday", 3).token == 3
