@@ -51,7 +51,7 @@ def parse_settings(argv: list[str]) -> tuple[ExpertWorkerSettings, int | None]:
         SettingsError: A value is out of range.
     """
     parser = argparse.ArgumentParser(prog="expert_worker", description=__doc__)
-    parser.add_argument("model", help="checkpoint folder, or demo, demo-plain")
+    parser.add_argument("model", help="checkpoint folder, ORG/NAME, or demo")
     parser.add_argument("--metrics-port", type=int, help="port of /metrics; none by default")
     for kind in (ExpertWorkerOptions, LogSettings):
         for entry in dataclasses.fields(kind):

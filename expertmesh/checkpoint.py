@@ -111,8 +111,8 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
-        return self.model_dir.resolve().name
+        """Name of the model by its folder."""
+        return name_of_folder(self.model_dir.resolve())
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -245,3 +245,15 @@ def _fingerprint(description: str, files: dict[str, SafetensorsFile]) -> bytes:
         for start in (header.offset, header.offset + header.nbytes - length):
             digest.update(file.read(Extent(file, name, start, length)))
     return digest.digest()
+
+
+def name_of_folder(folder: Path) -> str:
+    """What a model is called: ORGANISATION/NAME in the cache of the hub's client, else its folder.
+
+    Args:
+        folder: Perhaps `models--ORGANISATION--NAME/snapshots/COMMIT`.
+    """
+    kind, _, name = folder.parent.parent.name.partition("--")
+    if folder.parent.name == "snapshots" and kind == "models" and name:
+        return name.replace("--", "/")
+    return folder.name

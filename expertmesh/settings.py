@@ -111,7 +111,8 @@ class ModelSettings(ModelOptions):
     """Which model is served, and how."""
 
     model: str = "demo"
-    """Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense."""
+    """Checkpoint folder in Hugging Face layout, ORGANISATION/NAME[@REVISION] of the hub, or demo,
+    demo-plain, demo-dense."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +363,8 @@ class ExpertWorkerSettings(ExpertWorkerOptions):
     """Everything that an expert worker needs."""
 
     model: str = "demo"
-    """Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense."""
+    """Checkpoint folder in Hugging Face layout, ORGANISATION/NAME[@REVISION] of the hub, or demo,
+    demo-plain, demo-dense."""
     log: LogSettings = field(default_factory=LogSettings)
 
 

@@ -25,7 +25,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from expertmesh.attention_settings import AttentionWorkerSettings
-from expertmesh.checkpoint import Checkpoint
+from expertmesh.checkpoint import Checkpoint, name_of_folder
 from expertmesh.cores import share_cores, usable_cores
 from expertmesh.errors import StartupError
 from expertmesh.expert_plan import ExpertPlan, plan_experts
@@ -311,7 +311,8 @@ class Gateway:
 
     def _model_name(self, checkpoint: Checkpoint) -> str:
         given = self._settings.model
-        named = given.model if given.model in DEMO_NAMES else Path(checkpoint.model_dir).name
+        folder = Path(checkpoint.model_dir)
+        named = given.model if given.model in DEMO_NAMES else name_of_folder(folder)
         return given.served_model_name or named
 
     def _served_model(

@@ -103,7 +103,8 @@ def serve(
     Parameters
     ----------
     model
-        Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
+        Checkpoint folder in Hugging Face layout, ORGANISATION/NAME[@REVISION] of the Hugging Face
+        hub, or demo, demo-plain, demo-dense.
     api_key
         Key that callers must show; may be repeated. Others on this machine can read flags: better
         name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
@@ -145,7 +146,8 @@ def gateway(
     Parameters
     ----------
     model
-        Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
+        Checkpoint folder in Hugging Face layout, ORGANISATION/NAME[@REVISION] of the Hugging Face
+        hub, or demo, demo-plain, demo-dense.
     api_key
         Key that callers must show; may be repeated. Others on this machine can read flags: better
         name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
@@ -188,7 +190,8 @@ def expert_worker(
     Parameters
     ----------
     model
-        Checkpoint folder in Hugging Face layout, or demo, demo-plain, demo-dense.
+        Checkpoint folder in Hugging Face layout, ORGANISATION/NAME[@REVISION] of the Hugging Face
+        hub, or demo, demo-plain, demo-dense.
     config
         YAML file with the names of these flags as keys.
     """

@@ -175,7 +175,7 @@ def find_model(settings: GatewaySettings) -> FoundModel:
         CheckpointError: The model cannot be served.
         SettingsError: A setting does not fit the model.
     """
-    from expertmesh.checkpoint import Checkpoint
+    from expertmesh.checkpoint import Checkpoint, name_of_folder
     from expertmesh.expert_plan import plan_experts
     from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
     from expertmesh.safetensors_file import STORAGE
@@ -186,7 +186,8 @@ def find_model(settings: GatewaySettings) -> FoundModel:
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
     _check_length(settings.model.max_model_len, config.max_position_embeddings)
-    served = settings.model.served_model_name or (name if name in DEMO_NAMES else folder.name)
+    named = name if name in DEMO_NAMES else name_of_folder(folder)
+    served = settings.model.served_model_name or named
     model = dataclasses.replace(settings.model, model=str(folder), served_model_name=served)
     dtype = config.dtype if model.dtype == "auto" else model.dtype
     experts = plan_experts(checkpoint, model.expert_dtype, dtype)

@@ -34,6 +34,28 @@ def demo(variant: Literal["granular", "plain", "dense"] = "granular") -> int:
 
 
 @model_app.command
+def download(model: str) -> int:
+    """Make sure that a model is on this machine, and print its folder.
+
+    Afterwards it is found without network. Several may do so at a time on one volume.
+
+    Parameters
+    ----------
+    model
+        ORGANISATION/NAME[@REVISION] of the Hugging Face hub, a demo model, or a folder, which is
+        left as it is. HF_HOME names the folder of downloads, HF_TOKEN opens closed models.
+    """
+    from expertmesh.model_tools.resolve import resolve_model
+    from expertmesh.settings import data_home
+    from gateway.command.launcher_console import make_progress
+
+    with make_progress() as progress:
+        folder = resolve_model(model, data_home(), progress)
+    sys.stdout.write(f"{folder}\n")
+    return 0
+
+
+@model_app.command
 def upcycle(
     dense_dir: str,
     out_dir: Path,

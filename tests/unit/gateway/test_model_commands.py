@@ -27,7 +27,7 @@ def test_no_folder_and_no_demo_model(
     assert run_command(["model", *arguments]) == 3
     assert capsys.readouterr().err == (
         "error: model 'demmo': not a folder\n"
-        "fix: give a folder with config.json, "
+        "fix: give a folder with config.json, ORGANISATION/NAME of the Hugging Face hub, "
         "or one of demo, demo-granular, demo-plain, demo-dense\n"
     )
     assert list(tmp_path.iterdir()) == []
