@@ -35,6 +35,8 @@ class Call:
     """The late or failed call, part of whose rows it carries again."""
     is_overdue: bool = False
     """It was late before, when no more calls could be hedged."""
+    is_served: bool = False
+    """Its rows are there, from whomever."""
     abandoned: bool = False
     """Nobody waits for the reply any more."""
     is_probe: bool = False
@@ -53,6 +55,8 @@ class Outcome:
     call: Call
     response: pb.ForwardResponse | None
     reason: str = ""
+    is_lost: bool = False
+    """The connection ended while the expert worker had the rows: perhaps it died of them."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class Batch:
     model_fingerprint: int
     deadline_s: float
     """On the monotonic clock."""
+    cautious: bool = False
+    """Its rows are suspected of taking expert workers down."""
 
 
 @dataclass(frozen=True)

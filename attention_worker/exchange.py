@@ -161,6 +161,9 @@ class NoExchange:
     def begin_step(self, step_id: CallId, partners: Partners) -> None:
         """There is nothing to prepare."""
 
+    def rest(self) -> None:
+        """It does nothing anyway."""
+
     def hand_over(self) -> None:
         """There is nothing on its way."""
 
@@ -208,6 +211,7 @@ class Exchange:
         self._calls_WC = np.zeros((0, words.NUM_CALL_WORDS), np.int64)
         self._workspace: Workspace | None = None
         self._shape = (0, 0)  # [T, K] that the workspace is large enough for
+        self._max_bytes = MAX_BYTES
         self._open: Exchanged | None = None
 
     def warm_up(self) -> None:
@@ -235,6 +239,7 @@ class Exchange:
             partners: The same object as long as nothing has changed.
         """
         self.hand_over()
+        self._max_bytes = MAX_BYTES
         self._state[words.STATE_GATEWAY] = words.signed64(step_id.gateway)
         self._state[words.STATE_EPOCH] = words.signed64(step_id.epoch)
         self._state[words.STATE_STEP] = words.signed64(step_id.step)
@@ -249,6 +254,10 @@ class Exchange:
         self._calls_WC = np.zeros((len(self._streams), words.NUM_CALL_WORDS), np.int64)
         self._shape, self._workspace = (0, 0), None
         self._open_links()
+
+    def rest(self) -> None:
+        """Sends nothing more in this step."""
+        self._shape, self._workspace, self._max_bytes = (0, 0), None, 0
 
     def send(self, dispatch: Dispatch) -> Exchanged | None:
         """Sends rows to all expert workers; None, and nothing is sent, unless all is as usual.
@@ -341,7 +350,7 @@ class Exchange:
         row_size, worker_size = self._row_bytes + 4, words.FRAME_OVERHEAD + 4
         frames_size = num_rows * min(top_k, num_workers) * row_size
         frames_size += num_pairs * 4 + num_workers * worker_size
-        if max(frames_size, num_pairs * self._row_bytes) > MAX_BYTES:
+        if max(frames_size, num_pairs * self._row_bytes) > self._max_bytes:
             return False
         self._workspace = Workspace(
             row_ids=np.empty(num_pairs, np.int64),

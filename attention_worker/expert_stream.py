@@ -104,7 +104,7 @@ class ExpertStream:
             if not self.usable or not self._trust.wants_probe(now_s):
                 return False
             if any(call.is_probe for call in self._waiting):
-                self._lose(_LOST)
+                self._lose(_LOST, by_us=True)
                 return False
             self.observed.count_ejections(self._trust.num_probes == 1)
             return True
@@ -147,7 +147,7 @@ class ExpertStream:
         with self._lock:
             self.link.close()
             if left.direct is not self._last_direct:
-                call.outcomes.put(Outcome(call, None, self._last_failure))
+                call.outcomes.put(Outcome(call, None, self._last_failure, is_lost=True))
                 return
             self._pending[call.call_id] = call
             self.link.rows_in_flight += call.num_rows
@@ -172,7 +172,7 @@ class ExpertStream:
             call.abandoned = True
             never_sent = self._waiting.pop(call, None) is not None
             if never_sent and time.monotonic() >= call.limit_s:
-                self._lose(_LOST)
+                self._lose(_LOST, by_us=True)
 
     def forget(self, call: Call) -> None:
         """As `abandon`, for reasons that say nothing of the expert worker."""
@@ -284,14 +284,14 @@ class ExpertStream:
         except OSError as error:
             self._lose(str(error))
 
-    def _lose(self, reason: str) -> None:
-        """Ends the stream, which its thread opens again."""
-        self._be_down(reason)
+    def _lose(self, reason: str, *, by_us: bool = False) -> None:
+        """Ends the stream, which its thread opens again; `by_us` if it had not ended by itself."""
+        self._be_down(reason, by_us)
         if self._stream is not None:
             self._cut_reason = self._cut_reason or reason
             self._stream.cancel()
 
-    def _be_down(self, reason: str) -> None:
+    def _be_down(self, reason: str, by_us: bool = False) -> None:
         """From the end of a stream to its next beginning; fails what is on its way."""
         if not self._down and not self._closed.is_set() and not self._retired:
             logger.warning("%s: %s", self.describe(), reason)
@@ -305,7 +305,7 @@ class ExpertStream:
         self.link.credits = self._first_credits
         for call in failed:
             if not call.abandoned:
-                call.outcomes.put(Outcome(call, None, reason))
+                call.outcomes.put(Outcome(call, None, reason, call.sent_s > 0 and not by_us))
 
     def _close_direct(self) -> None:
         self.link.close()
@@ -364,7 +364,7 @@ class ExpertStream:
             response = pb.ForwardResponse.FromString(message)
         except DecodeError as error:
             with self._lock:
-                self._lose(f"{len(message)} bytes are not a reply: {error}")
+                self._lose(f"{len(message)} bytes are not a reply: {error}", by_us=True)
         else:
             self._take(response)
 

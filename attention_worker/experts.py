@@ -46,6 +46,7 @@ class Pending(Protocol):
 
         Raises:
             ExpertUnavailableError: Experts did not answer before the deadline of the dispatch.
+            LethalRowsError: Too many expert workers were lost with the same rows.
         """
         ...
 
@@ -53,8 +54,13 @@ class Pending(Protocol):
 class ExpertClient(Protocol):
     """Sends routed rows to experts. One thread, that of the forward pass."""
 
-    def begin_step(self, step: int) -> None:
-        """Pins the current expert map for the whole step."""
+    def begin_step(self, step: int, *, cautious: bool = False) -> None:
+        """Pins the current expert map for the whole step.
+
+        Args:
+            step: Its number.
+            cautious: Its rows are suspected of taking expert workers down.
+        """
         ...
 
     def dispatch(
@@ -76,6 +82,7 @@ class ExpertClient(Protocol):
 
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy.
+            LethalRowsError: See `Pending`; of cautious steps.
         """
         ...
 
@@ -104,7 +111,7 @@ class LocalExperts:
         config = store.config
         self._activations = {layer: config.moe_ffn(layer).activation for layer in config.moe_layers}
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, cautious: bool = False) -> None:
         """Nothing to pin: the experts are here."""
 
     def dispatch(
@@ -171,6 +178,7 @@ class RemoteExperts:
             )
         self._prober = Prober(config.hidden_size, self._wire_dtype, self._fingerprint)
         self._step_id = CallId(self._own_id, epoch=0, step=0, layer=0, micro_batch=0)
+        self._cautious = False
         self._num_dispatched: dict[int, int] = {}  # micro-batches of the step, by layer
 
     def warm_up(self) -> None:
@@ -180,7 +188,7 @@ class RemoteExperts:
 
     # --- the forward pass ---
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, cautious: bool = False) -> None:
         """Pins the current expert map; see ExpertClient."""
         self._exchange.hand_over()
         for call in list(self._common.unfinished):  # of a step that failed
@@ -195,6 +203,9 @@ class RemoteExperts:
         )
         self._prober.look(self._step_id, routes)
         self._exchange.begin_step(self._step_id, routes)
+        self._cautious = cautious
+        if cautious:
+            self._exchange.rest()
 
     def dispatch(
         self,
@@ -237,6 +248,7 @@ class RemoteExperts:
             wire_dtype=self._wire_dtype,
             model_fingerprint=self._fingerprint,
             deadline_s=min(dispatch.deadline_s, time.monotonic() + _LONGEST_CALL_S),
+            cautious=self._cautious,
         )
         return RemoteCall(batch, self._pinned, self._common)
 

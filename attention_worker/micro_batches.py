@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_worker.batch import Batch, Schedule
 from attention_worker.layers.ffn import ExpertCalls
+from attention_worker.losses import LethalRowsError, LethalStepError
 from attention_worker.model import Model
 from attention_worker.model_states.model_state import ModelState
 from attention_worker.overlap import Splitter, StepTime, halves, run_in_turn
@@ -54,12 +55,17 @@ class ForwardPasses:
 
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy within its deadline.
+            LethalStepError: Too many expert workers were lost with the same rows.
         """
         num_rows = len(batch.positions_T)
         parts = self._parts(batch, calls)
         started_s = time.monotonic()
         try:
             results = self._run_parts(schedule, batch, parts)
+        except LethalRowsError as error:
+            rows = parts[error.micro_batch].rows[error.rows]
+            slots = schedule.slots_S[batch.sequence_of_row_T[rows]]
+            raise LethalStepError(error, np.unique(slots).tolist()) from error
         finally:
             calls.dispatch_s += sum(part.calls.dispatch_s for part in parts)
             calls.wait_s += sum(part.calls.wait_s for part in parts)

@@ -22,6 +22,7 @@ from attention_worker.drafts import Speculation, make_drafter
 from attention_worker.experts import ExpertClient
 from attention_worker.grammar import GrammarMasker, PendingMasks
 from attention_worker.layers.ffn import ExpertCalls
+from attention_worker.losses import LethalStepError
 from attention_worker.micro_batches import ForwardPasses
 from attention_worker.model import Model
 from attention_worker.model_states.model_state import ModelState
@@ -101,6 +102,7 @@ class ModelRunner:
         STATUS_DONE: one sampled token per request with `sample`, and one more for each accepted
         draft; requests in `nonfinite_slots` and `failures` get none.
         STATUS_PAUSED: `missing` experts have no usable copy.
+        STATUS_LETHAL: expert workers were lost with rows of `suspect_slots` in `lethal_layer`.
         STATUS_SKIPPED: the step that it builds on was not committed.
         STATUS_FAILED: the step is malformed, or computing it failed; the message says how.
         """
@@ -113,6 +115,8 @@ class ModelRunner:
             response = _failed(f"malformed step: {error}")
         except ExpertUnavailableError as error:
             response = _paused(error)
+        except LethalStepError as error:
+            response = _lethal(error)
         except Exception as error:  # a step that fails must not take other requests with it
             logger.exception("step %d failed", step.step)
             response = _failed(f"{type(error).__name__}: {error}")
@@ -139,7 +143,7 @@ class ModelRunner:
         schedule = self._deltas.apply(step)
         if not len(schedule.slots_S):
             return pb.StepResponse(status=pb.StepResponse.STATUS_DONE)
-        self._experts.begin_step(step.step)
+        self._experts.begin_step(step.step, cautious=step.cautious)
         batch = make_batch(schedule, self._slots, self.model.device)
         calls.recorder = routing_recorder(schedule, batch, self._slots)
         masks = self.grammars.start(batch.sample, self._slots)
@@ -203,4 +207,13 @@ def _paused(error: ExpertUnavailableError) -> pb.StepResponse:
             expert_service_pb2.ExpertId(layer=layer, expert=expert)
             for layer, expert in error.missing
         ],
+    )
+
+
+def _lethal(error: LethalStepError) -> pb.StepResponse:
+    return pb.StepResponse(
+        status=pb.StepResponse.STATUS_LETHAL,
+        message=str(error),
+        suspect_slots=error.slots,
+        lethal_layer=error.layer,
     )

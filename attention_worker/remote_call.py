@@ -24,8 +24,10 @@ from attention_worker.call_times import CallTimes, HedgeBudget, size_class
 from attention_worker.calls import Batch, Call, Outcome, Progress
 from attention_worker.dropped_experts import DroppedExperts, without
 from attention_worker.expert_routes import Assignment, Routes
+from attention_worker.losses import MOST_LOSSES, Losses
 from attention_worker.outcomes import Outcomes, Waiting
 from attention_worker.row_writer import row_writer
+from attention_worker.trust import FINAL_CODES, HONEST_CODES
 from expertmesh.errors import WireError
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import all_finite
@@ -44,22 +46,7 @@ from expertmesh_kernels.dispatch import (
 logger = logging.getLogger(__name__)
 
 _LATE = "no answer in time"
-# Answers that are about the call or the moment, and say nothing against who gives them.
-_HONEST_CODES = frozenset(
-    {
-        pb.ForwardError.CODE_EXPERT_NOT_RESIDENT,
-        pb.ForwardError.CODE_RESOURCE_EXHAUSTED,
-        pb.ForwardError.CODE_DEADLINE_EXCEEDED,
-    }
-)
-# Answers after which this life of the expert worker is not asked again for a while.
-_FINAL_CODES = frozenset(
-    {
-        pb.ForwardError.CODE_STALE_INCARNATION,
-        pb.ForwardError.CODE_WRONG_MODEL,
-        pb.ForwardError.CODE_DRAINING,
-    }
-)
+_SAME_MOMENT_S = 0.025  # in which all die that compute the same row, and are seen to have died
 
 
 @dataclass(frozen=True)
@@ -97,6 +84,7 @@ class RemoteCall:
         self.busy_s = 0.0
         """Time that the slowest expert worker computed, as far as replies came."""
         self._tried: dict[int, set[int]] = {}  # expert to the expert workers that failed it
+        self._losses = Losses()
         self._dropped: set[int] = set()  # experts that the result goes without
         num_rows, self._hidden_size = batch.hidden_TH.shape
         hidden_TH = batch.hidden_TH.detach().cpu().contiguous()
@@ -108,16 +96,20 @@ class RemoteCall:
         self._row_bytes = self._hidden_size * self._outputs_SH.itemsize
 
     def start(self) -> None:
-        """Sends one message to each expert worker with rows; does not wait.
+        """Sends one message to each expert worker with rows; does not wait, unless it is cautious.
 
         Raises:
             ExpertUnavailableError: A routed expert has no usable copy.
+            LethalRowsError: An expert worker was lost with rows that are suspected of that.
         """
         rows_E = self._batch.routing.counts_E
         assignment, missing = self._routes.choose(self._layer, rows_E, self._tried)
         if missing and not self._drop(missing, rows_E):
             raise self._routes.unavailable(self._layer, missing)
-        self._send(assignment)
+        if self._batch.cautious:
+            self._send_in_turn(assignment)
+        else:
+            self._send(assignment)
 
     def resume(self, progress: Progress) -> None:
         """Goes on with what compiled code began, instead of `start`."""
@@ -144,10 +136,10 @@ class RemoteCall:
 
         Raises:
             ExpertUnavailableError: Calls failed, and no other copy answered before the deadline.
+            LethalRowsError: Too many expert workers were lost with the same rows.
         """
         try:
-            while self._open:
-                self._next()
+            self._wait()
         finally:
             self.drop()
         hidden_TH, routing = self._batch.hidden_TH, self._batch.routing
@@ -176,6 +168,14 @@ class RemoteCall:
         calls = [self._send_rows(rows, assignment, instead_of) for rows in plan]
         self._num_attempts += 1
         return calls
+
+    def _send_in_turn(self, assignment: Assignment) -> None:
+        """The same to one expert worker after the other: no two have the same rows at a time."""
+        routing, generated = self._batch.routing, self._batch.num_generated_rows
+        for rows in plan_dispatch(routing.topk_ids_TK, assignment.worker_of_expert_E, generated):
+            self._send_rows(rows, assignment, None)
+            self._num_attempts += 1
+            self._wait()
 
     def _send_rows(self, rows: WorkerRows, assignment: Assignment, instead_of: Call | None) -> Call:
         stream = self._routes.streams[rows.worker]
@@ -212,6 +212,10 @@ class RemoteCall:
 
     # --- receiving ---
 
+    def _wait(self) -> None:
+        while self._open:
+            self._next()
+
     def _next(self) -> None:
         """Takes the next outcome; or that a call is late, when the first one is."""
         due = min(self._open, key=lambda call: call.limit_s)
@@ -236,9 +240,9 @@ class RemoteCall:
                 self._place(call, outcome.response)
             except WireError as error:
                 reason = str(error)
-                if error.code in _FINAL_CODES:
+                if error.code in FINAL_CODES:
                     stream.refuse(reason)
-                elif error.code not in _HONEST_CODES:
+                elif error.code not in HONEST_CODES:
                     stream.be_wrong(reason)
             else:
                 num_pairs, compute_us = len(call.rows.expert_ids_N), outcome.response.compute_us
@@ -247,7 +251,20 @@ class RemoteCall:
                 stream.observed.count_answer(num_pairs, num_bytes, compute_us)
                 return self._settle(call)
         stream.observed.count_fault(reason)
-        self._retry(call, reason)
+        if outcome.is_lost:
+            most = 1 if self._batch.cautious else MOST_LOSSES
+            self._losses.add(call, most, f"{self._routes.name(call.rows.worker)}: {reason}")
+            self._look_around()
+        if not call.is_served:
+            self._retry(call, reason)
+
+    def _look_around(self) -> None:
+        """Others that have the same rows may be lost at the same moment: then no more are asked."""
+        until_s = time.monotonic() + _SAME_MOMENT_S
+        while self._open and (left_s := until_s - time.monotonic()) > 0:
+            outcome = self._outcomes.get(self._routes.streams, left_s)
+            if outcome is not None:
+                self._take(outcome)
 
     def _place(self, call: Call, response: pb.ForwardResponse) -> None:
         """Checks the outputs and puts them where they belong. Raises WireError."""
@@ -268,6 +285,7 @@ class RemoteCall:
 
     def _settle(self, call: Call) -> None:
         """The rows of a call are there."""
+        call.is_served = True
         for part in self._parts.pop(call, ()):
             self._let_go(part)
         whole = call.instead_of
@@ -282,6 +300,7 @@ class RemoteCall:
 
     def _let_go(self, call: Call) -> None:
         """The rows of a call came otherwise."""
+        call.is_served = True
         if call in self._open:
             self._open.remove(call)
             self._routes.streams[call.rows.worker].forget(call)
@@ -359,8 +378,8 @@ class RemoteCall:
         return rows_E
 
     def _drop(self, experts: Sequence[int], rows_E: npt.NDArray[np.int64]) -> bool:
-        """Goes on without these experts, if that is allowed."""
-        if not self._common.dropped.allowed:
+        """Goes on without these experts, if that is allowed; suspects are not to get by so."""
+        if self._batch.cautious or not self._common.dropped.allowed:
             return False
         self._dropped.update(experts)
         self._common.dropped.drop(self._layer, experts, int(rows_E[experts].sum()))

@@ -10,6 +10,24 @@ Owner: the stream to that expert worker, under its lock.
 
 from __future__ import annotations
 
+from expertmesh.v1 import expert_service_pb2 as pb
+
+HONEST_CODES = frozenset(
+    {
+        pb.ForwardError.CODE_EXPERT_NOT_RESIDENT,
+        pb.ForwardError.CODE_RESOURCE_EXHAUSTED,
+        pb.ForwardError.CODE_DEADLINE_EXCEEDED,
+    }
+)
+"""Answers that are about the call or the moment, and say nothing against who gives them."""
+FINAL_CODES = frozenset(
+    {
+        pb.ForwardError.CODE_STALE_INCARNATION,
+        pb.ForwardError.CODE_WRONG_MODEL,
+        pb.ForwardError.CODE_DRAINING,
+    }
+)
+"""Answers after which this life of the expert worker is not asked again for a while."""
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 30.0
 """Between probes, and without being asked after wrong replies."""

@@ -139,20 +139,22 @@ class ScheduledRequest(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., sample: _Optional[bool] = ..., new_blocks: _Optional[_Iterable[_Union[BlockAppend, _Mapping]]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "freed_slots", "new_requests", "scheduled", "time_limit_ms", "after_step")
+    __slots__ = ("step", "freed_slots", "new_requests", "scheduled", "time_limit_ms", "after_step", "cautious")
     STEP_FIELD_NUMBER: _ClassVar[int]
     FREED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NEW_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULED_FIELD_NUMBER: _ClassVar[int]
     TIME_LIMIT_MS_FIELD_NUMBER: _ClassVar[int]
     AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    CAUTIOUS_FIELD_NUMBER: _ClassVar[int]
     step: int
     freed_slots: _containers.RepeatedScalarFieldContainer[int]
     new_requests: _containers.RepeatedCompositeFieldContainer[NewRequest]
     scheduled: _containers.RepeatedCompositeFieldContainer[ScheduledRequest]
     time_limit_ms: int
     after_step: int
-    def __init__(self, step: _Optional[int] = ..., freed_slots: _Optional[_Iterable[int]] = ..., new_requests: _Optional[_Iterable[_Union[NewRequest, _Mapping]]] = ..., scheduled: _Optional[_Iterable[_Union[ScheduledRequest, _Mapping]]] = ..., time_limit_ms: _Optional[int] = ..., after_step: _Optional[int] = ...) -> None: ...
+    cautious: bool
+    def __init__(self, step: _Optional[int] = ..., freed_slots: _Optional[_Iterable[int]] = ..., new_requests: _Optional[_Iterable[_Union[NewRequest, _Mapping]]] = ..., scheduled: _Optional[_Iterable[_Union[ScheduledRequest, _Mapping]]] = ..., time_limit_ms: _Optional[int] = ..., after_step: _Optional[int] = ..., cautious: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -237,7 +239,7 @@ class RunResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted", "failures", "dispatch_us", "sampling_us")
+    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted", "failures", "dispatch_us", "sampling_us", "suspect_slots", "lethal_layer")
     class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATUS_UNSPECIFIED: _ClassVar[StepResponse.Status]
@@ -245,11 +247,13 @@ class StepResponse(_message.Message):
         STATUS_PAUSED: _ClassVar[StepResponse.Status]
         STATUS_FAILED: _ClassVar[StepResponse.Status]
         STATUS_SKIPPED: _ClassVar[StepResponse.Status]
+        STATUS_LETHAL: _ClassVar[StepResponse.Status]
     STATUS_UNSPECIFIED: StepResponse.Status
     STATUS_DONE: StepResponse.Status
     STATUS_PAUSED: StepResponse.Status
     STATUS_FAILED: StepResponse.Status
     STATUS_SKIPPED: StepResponse.Status
+    STATUS_LETHAL: StepResponse.Status
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +270,8 @@ class StepResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_US_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_US_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LETHAL_LAYER_FIELD_NUMBER: _ClassVar[int]
     step: int
     status: StepResponse.Status
     sampled: _containers.RepeatedCompositeFieldContainer[SampledToken]
@@ -282,7 +288,9 @@ class StepResponse(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[SlotFailure]
     dispatch_us: int
     sampling_us: int
-    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[SlotFailure, _Mapping]]] = ..., dispatch_us: _Optional[int] = ..., sampling_us: _Optional[int] = ...) -> None: ...
+    suspect_slots: _containers.RepeatedScalarFieldContainer[int]
+    lethal_layer: int
+    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[SlotFailure, _Mapping]]] = ..., dispatch_us: _Optional[int] = ..., sampling_us: _Optional[int] = ..., suspect_slots: _Optional[_Iterable[int]] = ..., lethal_layer: _Optional[int] = ...) -> None: ...
 
 class ExpertMapWorker(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation", "layers", "row_credits", "leaving")

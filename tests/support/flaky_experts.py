@@ -18,9 +18,9 @@ class FlakyExperts:
         self.num_generated_rows: list[int] = []
         self.deadlines_s: list[float] = []
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, cautious: bool = False) -> None:
         """Passed on."""
-        self.inner.begin_step(step)
+        self.inner.begin_step(step, cautious=cautious)
 
     def dispatch(
         self,

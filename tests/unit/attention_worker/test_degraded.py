@@ -10,6 +10,7 @@ import torch
 
 from attention_worker.dropped_experts import without
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh_kernels.router import Routing
 from tests.conftest import Models
@@ -56,6 +57,19 @@ def test_what_nobody_holds_is_left_out(checkpoint: Checkpoint, direct: bool) -> 
     ):
         assert torch.equal(expected(checkpoint, missing), JOB.run(there))
         assert (there.take_dropped(), there.take_dropped()) == (num_pairs, 0)
+
+
+def test_suspects_wait_all_the_same(checkpoint: Checkpoint) -> None:
+    """A cautious step is to show what its rows do to experts: it goes without none."""
+    store = loaded_store(checkpoint, "float32", "4-7")
+    with (
+        faulty_server(store, right) as server,
+        remote(checkpoint, [server.entry], allow_degraded=True) as there,
+    ):
+        there.begin_step(2, cautious=True)
+        with pytest.raises(ExpertUnavailableError):
+            JOB.run(there)
+    assert there.take_dropped() == 0
 
 
 def test_what_is_lost_on_the_way_is_left_out(checkpoint: Checkpoint, direct: bool) -> None:

@@ -31,7 +31,7 @@ class Events:
         self._answer = answer
         self.busy_s = 0.0
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, cautious: bool = False) -> None:
         """Nothing to pin."""
 
     def dispatch(
