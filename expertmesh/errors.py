@@ -15,6 +15,7 @@ ExpertMeshError
 ├── ExpertUnavailableError  an expert has no usable copy
 ├── DeadlineError           a request was not done by its deadline
 ├── EngineError             the engine failed while it worked on a request
+│   └── QuarantineError     expert workers are lost when they compute the request
 ├── WireError               a message that does not follow the protocol: carries a code
 └── PeerError               another process is unreachable, incompatible or hung
 """
@@ -157,6 +158,20 @@ class DeadlineError(ExpertMeshError):
 
 class EngineError(ExpertMeshError):
     """The engine failed while it worked on a request."""
+
+
+class QuarantineError(EngineError):
+    """Expert workers are lost when they compute the request.
+
+    Args:
+        layer: In which it happens.
+    """
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        super().__init__(
+            f"the request was ended since expert workers fail when they compute it (layer {layer})"
+        )
 
 
 class WireError(ExpertMeshError):

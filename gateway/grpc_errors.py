@@ -27,6 +27,7 @@ from expertmesh.errors import (
     ModelNotFoundError,
     OverloadedError,
     PeerError,
+    QuarantineError,
     RequestError,
 )
 
@@ -62,6 +63,9 @@ def status_of(error: BaseException, method: str) -> status_pb2.Status:
             layers = ",".join(f"{layer}:{expert}" for layer, expert in error.missing[:32])
             info = _info("expert_unavailable", {"layer_expert": layers})
             return _status(UNAVAILABLE, error.public, info, _retry(_UNAVAILABLE_RETRY_S))
+        case QuarantineError():
+            info = _info("request_quarantined", {"layer": str(error.layer)})
+            return _status(INTERNAL, str(error), info)
         case EngineError() | PeerError():
             _log.error("%s failed: %s", method, error)
             return _status(INTERNAL, "the engine failed", _info("engine_error"))

@@ -99,6 +99,10 @@ class RequestMetrics(EngineObserver):
             "combine_wait_seconds", "Time of a step spent waiting for expert workers", _STEP_BUCKETS
         )
         self._pauses = self._counter("step_paused", "Steps abandoned for missing experts")
+        self._lethal = self._by_layer("steps_lethal", "Steps that took expert workers down")
+        self._quarantined = self._by_layer(
+            "requests_quarantined", "Requests ended as they take expert workers down"
+        )
         self._failures = self._counter("engine_failures", "Steps or attention workers that failed")
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
             self._success.labels(*self._labels, reason.value)
@@ -121,6 +125,10 @@ class RequestMetrics(EngineObserver):
         metric.labels(*self._labels)
         self._mirrored.append(metric)
         return metric
+
+    def _by_layer(self, name: str, help_text: str) -> Counter:
+        labels = ("model_name", "layer")
+        return Counter(f"moe_{name}", help_text, labels, registry=self._registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         metric = Histogram(
@@ -167,6 +175,14 @@ class RequestMetrics(EngineObserver):
     def step_paused(self, missing: tuple[tuple[int, int], ...]) -> None:
         """A step was abandoned for missing experts."""
         self._pauses.labels(*self._labels).inc()
+
+    def step_lethal(self, layer: int) -> None:
+        """A step was abandoned for the expert workers that it took down."""
+        self._lethal.labels(*self._labels, layer).inc()
+
+    def request_quarantined(self, request: GenerationRequest, layer: int) -> None:
+        """A request ends for the expert workers that it takes down."""
+        self._quarantined.labels(*self._labels, layer).inc()
 
     def engine_failed(self, message: str) -> None:
         """A step or the attention worker failed."""

@@ -41,6 +41,7 @@ from gateway.app import Access, build_app, make_runner
 from gateway.attention.group import AttentionGroup
 from gateway.engine.engine import Engine
 from gateway.engine.engine_pool import EnginePool
+from gateway.engine.inquiry import InquiryTurn
 from gateway.grpc_api import GrpcServer
 from gateway.listen import bind, check_free, is_loopback, port_error
 from gateway.mesh.discovery import Discovery, StaticDiscovery
@@ -275,6 +276,7 @@ class Gateway:
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry, self._model_name(checkpoint))
         eos = {*checkpoint.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
+        turn = InquiryTurn()
         engines = [
             Engine(
                 client,
@@ -283,6 +285,7 @@ class Gateway:
                 tokenizer=tokenizer,
                 eos_token_ids=eos,
                 observer=metrics,
+                turn=turn,
                 name=f"engine-{index}",
             )
             for index, client in enumerate(self.attention)

@@ -8,8 +8,9 @@ reach it through the inbox only; outputs go to the event loop, in one call per t
 blocks on the inbox while there is nothing to do.
 
 What can go wrong: an abandoned step (experts missing) is scheduled again on a newer expert map, and
-ends its requests after the hold time; a failed step ends the requests in it; a lost or hung
-attention worker is restarted, and its requests are computed again from their tokens.
+ends its requests after the hold time; of one that takes expert workers down the request that does
+it is found, and ends; a failed step ends the requests in it; a lost or hung attention worker is
+restarted, and its requests are computed again from their tokens.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from expertmesh.errors import (
 from expertmesh.settings import EngineSettings
 from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.attention.port import AttentionPort
+from gateway.engine.caution import Caution
 from gateway.engine.deadlines import Deadlines
 from gateway.engine.engine_load import EngineCounters, engine_stats, queue_load
 from gateway.engine.engine_observer import EngineObserver
-from gateway.engine.expert_hold import ExpertHold, unavailable_error
+from gateway.engine.expert_hold import ExpertHold
 from gateway.engine.inbox import Commands, Inbox, QueueLimits
+from gateway.engine.inquiry import Inquiry, InquiryTurn
 from gateway.engine.output_desk import OutputDesk
 from gateway.engine.request_state import RequestState, ScheduledStep
 from gateway.engine.scheduler import Scheduler
@@ -68,6 +71,7 @@ class Engine:
         tokenizer: For text and stop strings; None without one.
         eos_token_ids: Tokens that end an output.
         observer: Told about requests and steps.
+        turn: Shared with other engines that use the same expert workers.
         name: Of its thread.
 
     Attributes:
@@ -86,6 +90,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Collection[int] = (),
         observer: EngineObserver | None = None,
+        turn: InquiryTurn | None = None,
         name: str = "engine",
     ) -> None:
         limits = attention.limits()
@@ -101,7 +106,9 @@ class Engine:
         self._pipeline = StepPipeline(attention, depth, settings.step_timeout_s, eos_token_ids)
         self._outputs = OutputDesk(loop, tokenizer, eos_token_ids, self._observer)
         self._deadlines = Deadlines(settings.request_timeout_s)
-        self._hold = ExpertHold(settings.experts_hold_s)
+        hold = ExpertHold(settings.experts_hold_s)
+        inquiry = Inquiry(turn or InquiryTurn())
+        self._caution = Caution(hold, inquiry, self._observer)
         self._down_since_s: float | None = None
         self._num_failures = 0
         self.num_lives = 1
@@ -208,7 +215,7 @@ class Engine:
             return 0.0
         if not self._scheduler.has_work:
             return None
-        wait_s = self._hold.wait_s(now_s)
+        wait_s = self._caution.wait_s(now_s)
         if self._down_since_s is not None:
             wait_s = max(0.0, self._down_since_s + ATTENTION_HOLD_S - now_s)
         return min(wait_s, self._deadlines.wait_s(now_s))
@@ -221,9 +228,9 @@ class Engine:
             if state is not None:
                 self._end([state], None)
         if commands.map_changed:
-            self._hold.retry_now()
+            self._caution.retry_now()
         if not self._scheduler.has_work:
-            self._hold.clear()
+            self._caution.end()
 
     def _add(self, request: GenerationRequest) -> None:
         try:
@@ -244,8 +251,10 @@ class Engine:
     def _send_steps(self, now_s: float) -> None:
         """Keeps the attention worker busy: the next step is there when it is done with one."""
         while self._may_send(now_s):
-            held = self._hold.active and bool(self._scheduler.running)
-            step = self._scheduler.schedule(admit=not held)
+            if self._caution.active:
+                step = self._caution.schedule(self._scheduler)
+            else:
+                step = self._scheduler.schedule()
             if step is None:
                 assert self._pipeline.busy, f"no step for {len(self._scheduler.states)} requests"
                 return
@@ -255,8 +264,8 @@ class Engine:
     def _may_send(self, now_s: float) -> bool:
         if self._down_since_s is not None or not self._scheduler.has_work:
             return False
-        if self._hold.active:  # one step at a time tries whether experts are back
-            return not self._pipeline.busy and self._hold.wait_s(now_s) <= 0
+        if self._caution.active:
+            return not self._pipeline.busy and self._caution.wait_s(now_s) <= 0
         return not self._pipeline.full
 
     def _receive_step(self) -> None:
@@ -267,10 +276,11 @@ class Engine:
             self._commit(step, response)
             return
         self._pipeline.abandon(self._scheduler)
-        if response.status == pb.StepResponse.STATUS_PAUSED:
-            self._pause(step, response)
-        else:
+        if response.status == pb.StepResponse.STATUS_FAILED:
             self._fail(step, response.message or "no reason was given")
+            return
+        self._scheduler.rewind(step)
+        self._end(*self._caution.abandoned(step, response, time.monotonic()))
 
     def _tell_scheduled(self, step: ScheduledStep) -> None:
         self._tell_load()
@@ -301,26 +311,12 @@ class Engine:
         mute = [state for state in silent if state.slot is not None]
         self._end(mute, EngineError("the attention worker returned no token"))
         self._num_failures = 0
-        if self._hold.active:
-            logger.info("experts are back after %.1f s", self._hold.held_s(time.monotonic()))
-            self._hold.clear()
+        if self._caution.active:
+            self._caution.computed(time.monotonic())
         self._counters.add(response)
         self._observer.step_done(
             step.num_tokens, response.duration_us / 1e6, response.expert_wait_us / 1e6
         )
-
-    def _pause(self, step: ScheduledStep, response: pb.StepResponse) -> None:
-        self._scheduler.rewind(step)
-        missing = tuple((expert.layer, expert.expert) for expert in response.missing)
-        error = unavailable_error(missing, response.message)
-        self._observer.step_paused(missing)
-        if not self._hold.active:
-            logger.warning("holding %d requests: %s", len(step.entries), error)
-        now_s = time.monotonic()
-        self._hold.pause(now_s)
-        if self._hold.expired(now_s):
-            logger.error("ending %d requests: %s", len(step.entries), error)
-            self._end(step.current_states, error)
 
     def _fail(self, step: ScheduledStep, message: str) -> None:
         logger.error("step %d failed: %s", step.step, message)
@@ -360,7 +356,7 @@ class Engine:
         self._observer.engine_failed(reason)
         self._down_since_s = time.monotonic()
         self._num_failures = 0
-        self._hold.clear()
+        self._caution.end()
         self._pipeline.clear()
         for state in running:
             state.num_losses += 1

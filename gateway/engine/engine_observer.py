@@ -39,5 +39,11 @@ class EngineObserver:
     def step_paused(self, missing: tuple[tuple[int, int], ...]) -> None:
         """A step was abandoned, since these (layer, expert) pairs had no usable copy."""
 
+    def step_lethal(self, layer: int) -> None:
+        """A step was abandoned, since expert workers were lost with the same rows of this layer."""
+
+    def request_quarantined(self, request: GenerationRequest, layer: int) -> None:
+        """A request ends, since expert workers are lost with its rows of this layer."""
+
     def engine_failed(self, message: str) -> None:
         """The attention worker was lost, or a step failed."""

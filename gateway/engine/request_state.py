@@ -11,6 +11,7 @@ Owner: the scheduler, in the engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.engine.block_hashes import BlockHashes
@@ -118,6 +119,8 @@ class ScheduledStep:
     entries: tuple[ScheduledEntry, ...]
     preempted: tuple[RequestState, ...] = ()
     admitted: tuple[RequestState, ...] = ()
+    cautious: bool = False
+    """Its requests are suspected of taking expert workers down."""
 
     @property
     def num_tokens(self) -> int:
@@ -128,3 +131,45 @@ class ScheduledStep:
     def current_states(self) -> list[RequestState]:
         """Requests that still are where they were when the step was scheduled."""
         return [entry.state for entry in self.entries if entry.current]
+
+
+def advance(
+    state: RequestState, num_tokens: int, blocks: tuple[BlockAppend, ...], num_drafts: int = 0
+) -> ScheduledEntry:
+    """Schedules the next `num_tokens` known tokens of a running request, and drafts after them."""
+    assert state.slot is not None
+    start = state.num_computed
+    known = len(state.token_ids) + state.num_placeholders
+    sample = start + num_tokens == known
+    assert sample or not num_drafts, "drafts follow the last known token"
+    state.num_computed = start + num_tokens
+    state.num_placeholders += sample
+    return ScheduledEntry(
+        state, state.life, state.slot, start, num_tokens + num_drafts, blocks, sample, num_drafts
+    )
+
+
+def commit_entry(entry: ScheduledEntry, tokens: Sequence[int]) -> int:
+    """Appends what was sampled: one token, and one more for each accepted draft.
+
+    Returns:
+        How many tokens of the request are computed for good.
+    """
+    num_accepted = max(0, len(tokens) - 1)
+    if entry.sample:
+        entry.state.num_placeholders -= 1
+        entry.state.token_ids.extend(tokens)
+        entry.state.num_computed += num_accepted
+    return entry.start + entry.num_tokens - entry.num_drafts + num_accepted
+
+
+def opening(entry: ScheduledEntry) -> SlotOpening:
+    """What the attention worker must know of a request before its first work."""
+    state = entry.state
+    return SlotOpening(
+        entry.slot,
+        tuple(state.token_ids),
+        state.num_prompt_tokens,
+        entry.start,
+        state.request.params,
+    )

@@ -34,7 +34,14 @@ from operator import attrgetter
 from expertmesh.errors import RequestError
 from gateway.engine.block_manager import BlockAppend, BlockManager
 from gateway.engine.prefix_cache import HashedPrefixCache, NoPrefixCache, PrefixCache
-from gateway.engine.request_state import RequestState, ScheduledEntry, ScheduledStep, SlotOpening
+from gateway.engine.request_state import (
+    RequestState,
+    ScheduledEntry,
+    ScheduledStep,
+    advance,
+    commit_entry,
+    opening,
+)
 from gateway.engine.scheduler_limits import SchedulerLimits, SchedulerPolicy
 from gateway.sequence import GenerationRequest
 
@@ -124,16 +131,48 @@ class Scheduler:
             entries += first
         if not entries:
             return None
-        self._step += 1
-        freed, self._freed_slots = tuple(self._freed_slots), []
+        step, freed = self._next_step()
         return ScheduledStep(
-            self._step,
+            step,
             freed,
-            opened=tuple(_opening(entry) for entry in first),
+            opened=tuple(opening(entry) for entry in first),
             entries=tuple(entries),
             preempted=tuple(preempted),
             admitted=tuple(entry.state for entry in first),
         )
+
+    def schedule_only(self, states: Sequence[RequestState]) -> ScheduledStep | None:
+        """A cautious step of some running requests, or None if none of them has room.
+
+        Call while no step is in flight.
+        """
+        budget = self.limits.max_step_tokens
+        entries: list[ScheduledEntry] = []
+        preempted: list[RequestState] = []
+        for state in sorted(states, key=_turn):  # who is preempted has the last turn
+            if state.slot is not None and budget > 0:
+                num_tokens = self._chunk(state, budget, 0)
+                entry = self._compute(state, num_tokens, budget, preempted)
+                if entry is not None:
+                    entries.append(entry)
+                    budget -= entry.num_tokens
+        if not entries:
+            return None
+        step, freed = self._next_step()
+        return ScheduledStep(
+            step,
+            freed,
+            opened=(),
+            entries=tuple(entries),
+            preempted=tuple(preempted),
+            cautious=True,
+        )
+
+    def _next_step(self) -> tuple[int, tuple[int, ...]]:
+        """Number of the next step, and slots that it frees."""
+        self._step += 1
+        freed, self._freed_slots = tuple(self._freed_slots), []
+        return self._step, freed
 
     def commit(
         self,
@@ -156,7 +195,7 @@ class Scheduler:
             if not entry.current:
                 continue
             tokens = sampled.get(entry.slot, ()) if entry.sample else ()
-            state, num_committed = entry.state, _commit_entry(entry, tokens)
+            state, num_committed = entry.state, commit_entry(entry, tokens)
             state.num_committed = num_committed
             state.num_drafts = drafts.get(entry.slot, 0) if drafts else 0
             if entry.sample and not tokens:
@@ -267,9 +306,9 @@ class Scheduler:
             end = state.num_computed + num_tokens + num_drafts
             blocks = self.blocks.grow(state.request_id, end)
             if blocks is not None:
-                return _advance(state, num_tokens, blocks, num_drafts)
+                return advance(state, num_tokens, blocks, num_drafts)
         blocks = self._grow_or_preempt(state, state.num_computed + num_tokens, preempted)
-        return None if blocks is None else _advance(state, num_tokens, blocks)
+        return None if blocks is None else advance(state, num_tokens, blocks)
 
     def _grow_or_preempt(
         self, state: RequestState, num_tokens: int, preempted: list[RequestState]
@@ -321,7 +360,7 @@ class Scheduler:
         insort(self.running, state, key=_turn)
         state.slot = self._free_slots.pop()
         state.life += 1
-        return _advance(state, num_tokens, blocks)
+        return advance(state, num_tokens, blocks)
 
     def _headroom(self) -> int:
         """Blocks that are left to the running requests when one is admitted.
@@ -351,44 +390,3 @@ class Scheduler:
         state.num_placeholders = 0
         state.num_drafts = 0
         state.num_kept_blocks = 0
-
-
-def _advance(
-    state: RequestState, num_tokens: int, blocks: tuple[BlockAppend, ...], num_drafts: int = 0
-) -> ScheduledEntry:
-    """Schedules the next `num_tokens` known tokens of a running request, and drafts after them."""
-    assert state.slot is not None
-    start = state.num_computed
-    known = len(state.token_ids) + state.num_placeholders
-    sample = start + num_tokens == known
-    assert sample or not num_drafts, "drafts follow the last known token"
-    state.num_computed = start + num_tokens
-    state.num_placeholders += sample
-    return ScheduledEntry(
-        state, state.life, state.slot, start, num_tokens + num_drafts, blocks, sample, num_drafts
-    )
-
-
-def _commit_entry(entry: ScheduledEntry, tokens: Sequence[int]) -> int:
-    """Appends what was sampled: one token, and one more for each accepted draft.
-
-    Returns:
-        How many tokens of the request are computed for good.
-    """
-    num_accepted = max(0, len(tokens) - 1)
-    if entry.sample:
-        entry.state.num_placeholders -= 1
-        entry.state.token_ids.extend(tokens)
-        entry.state.num_computed += num_accepted
-    return entry.start + entry.num_tokens - entry.num_drafts + num_accepted
-
-
-def _opening(entry: ScheduledEntry) -> SlotOpening:
-    state = entry.state
-    return SlotOpening(
-        entry.slot,
-        tuple(state.token_ids),
-        state.num_prompt_tokens,
-        entry.start,
-        state.request.params,
-    )

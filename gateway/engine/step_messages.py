@@ -36,6 +36,7 @@ def step_message(
         scheduled=[_scheduled(entry) for entry in step.entries],
         time_limit_ms=time_limit_ms,
         after_step=after_step,
+        cautious=step.cautious,
     )
 
 

@@ -25,6 +25,7 @@ _EXPECTED = frozenset(
         pb.StepResponse.STATUS_DONE,
         pb.StepResponse.STATUS_PAUSED,
         pb.StepResponse.STATUS_FAILED,
+        pb.StepResponse.STATUS_LETHAL,
     )
 )
 
@@ -46,19 +47,24 @@ def check_result(step: ScheduledStep, response: pb.StepResponse) -> None:
         raise PeerError(
             f"attention worker answered step {step.step} with the status {response.status}"
         )
-    if response.status != pb.StepResponse.STATUS_DONE:
-        return
     entries = {entry.slot: entry for entry in step.entries}
     try:
-        _check_tokens(entries, response)
-        due = {slot for slot, entry in entries.items() if entry.sample}
-        _check_slots(entries.keys(), response.nonfinite_slots, "logits that are not finite")
-        _check_slots(entries.keys(), (item.slot for item in response.failures), "a failure")
-        _check_slots(due, (item.slot for item in response.drafts), "drafts")
-        _check_prompt_logprobs(entries, response)
-        _check_routed_experts(entries, response)
+        if response.status == pb.StepResponse.STATUS_DONE:
+            _check_done(entries, response)
+        elif response.status == pb.StepResponse.STATUS_LETHAL:
+            _check_slots(entries.keys(), response.suspect_slots, "lethal rows")
     except _MismatchError as error:
         raise PeerError(f"attention worker answered step {step.step} wrongly: {error}") from error
+
+
+def _check_done(entries: dict[int, ScheduledEntry], response: pb.StepResponse) -> None:
+    _check_tokens(entries, response)
+    due = {slot for slot, entry in entries.items() if entry.sample}
+    _check_slots(entries.keys(), response.nonfinite_slots, "logits that are not finite")
+    _check_slots(entries.keys(), (item.slot for item in response.failures), "a failure")
+    _check_slots(due, (item.slot for item in response.drafts), "drafts")
+    _check_prompt_logprobs(entries, response)
+    _check_routed_experts(entries, response)
 
 
 def _check_slots(known: Iterable[int], slots: Iterable[int], what: str) -> None:

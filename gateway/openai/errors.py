@@ -20,6 +20,7 @@ from expertmesh.errors import (
     ModelNotFoundError,
     OverloadedError,
     PeerError,
+    QuarantineError,
     RequestError,
 )
 from gateway.generation_options import shown
@@ -119,6 +120,9 @@ def api_error(error: BaseException, request_id: str) -> ApiError:
             return _unavailable(error.public, "expert_unavailable")
         case AbortedError():
             return _unavailable("the request was aborted", "request_aborted")
+        case QuarantineError():
+            headers = {"x-should-retry": "false"}  # it would end expert workers again
+            return ApiError(500, "server_error", str(error), "request_quarantined", headers=headers)
         case EngineError() | PeerError():
             _log.error("request %s failed: %s", request_id, error)
             return ApiError(500, "server_error", "the engine failed", "engine_error")

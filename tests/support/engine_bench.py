@@ -90,6 +90,9 @@ class Recorder(EngineObserver):
     ) -> None:
         self.events.append(f"finished {request.request_id} {reason} {num_generated}")
 
+    def request_quarantined(self, request: GenerationRequest, layer: int) -> None:
+        self.events.append(f"quarantined {request.request_id} {layer}")
+
     def step_done(self, num_tokens: int, duration_s: float, expert_wait_s: float) -> None:
         self.step_times.append(duration_s)
 

@@ -235,6 +235,13 @@ class ScriptedPort:
         """All that were sent; the first ones are answered."""
         self.restarts: list[str] = []
         self.token_of = next_token
+        self.kills: Callable[[Sequence[int]], bool] = lambda token_ids: False
+        """Whether rows of a request with these tokens take expert workers down."""
+        self.kill_next = 0
+        """So many further steps lose expert workers, whatever they compute."""
+        self.num_killed = 0
+        """Expert workers so far."""
+        self.lethal_layer = 2
         self.auto_restart = True
         self._restarting = False
         self._num_answered = 0
@@ -331,6 +338,8 @@ class ScriptedPort:
             return pb.StepResponse(step=step.step, status=status, message=message)
         if self._missing:
             return self._paused(step)
+        if self.kill_next or any(map(self.kills, self._tokens(step))):
+            return self._lethal(step)
         return self._done(step)
 
     def restart(self, reason: str) -> None:
@@ -356,6 +365,27 @@ class ScriptedPort:
         error = ExpertUnavailableError(self._missing, detail="expert worker w1 is gone")
         status = pb.StepResponse.STATUS_PAUSED
         return pb.StepResponse(step=step.step, status=status, missing=missing, message=str(error))
+
+    def _tokens(self, step: pb.StepRequest) -> Iterator[Sequence[int]]:
+        """Of each request that is computed."""
+        new = {new.slot: np.frombuffer(new.token_ids, "<i4") for new in step.new_requests}
+        for work in step.scheduled:
+            if work.slot in new:
+                yield new[work.slot].tolist()
+            else:
+                yield self.worker.slots[work.slot].token_ids
+
+    def _lethal(self, step: pb.StepRequest) -> pb.StepResponse:
+        self.worker.apply_deltas(step)
+        self.kill_next = max(0, self.kill_next - 1)
+        self.num_killed += 1 if step.cautious else 2
+        return pb.StepResponse(
+            step=step.step,
+            status=pb.StepResponse.STATUS_LETHAL,
+            message="expert worker w1: it ended the stream",
+            suspect_slots=[work.slot for work in step.scheduled],
+            lethal_layer=self.lethal_layer,
+        )
 
     def _done(self, step: pb.StepRequest) -> pb.StepResponse:
         spoiled, self._nonfinite = self._nonfinite, set()

@@ -18,6 +18,7 @@ from expertmesh.errors import (
     ExpertUnavailableError,
     OverloadedError,
     PortError,
+    QuarantineError,
     StoppingError,
 )
 from expertmesh.v1 import generation_service_pb2 as pb
@@ -155,6 +156,7 @@ async def test_odd_floats(served: Served, value: float) -> None:
             True,
         ),
         (EngineError("secret"), grpc.StatusCode.INTERNAL, "ENGINE_ERROR", False),
+        (QuarantineError(3), grpc.StatusCode.INTERNAL, "REQUEST_QUARANTINED", False),
         (RuntimeError("secret"), grpc.StatusCode.INTERNAL, "INTERNAL_ERROR", False),
     ],
 )

@@ -16,6 +16,7 @@ from expertmesh.errors import (
     EngineError,
     ExpertUnavailableError,
     OverloadedError,
+    QuarantineError,
     StoppingError,
 )
 from gateway.sequence import FinishReason, RequestOutput
@@ -68,6 +69,7 @@ async def test_one_bad_prompt_stops_the_call(
         ),
         (DeadlineError("not done within 3 s"), 504, "timeout_error", "deadline_exceeded"),
         (EngineError("secret path"), 500, "server_error", "engine_error"),
+        (QuarantineError(3), 500, "server_error", "request_quarantined"),
         (RuntimeError("secret path"), 500, "server_error", "internal_error"),
     ],
 )
@@ -96,7 +98,8 @@ async def test_errors_before_the_first_token_are_http_errors(
         assert response.status == status
         assert ("Retry-After" in response.headers) == (status == 503)
         retry = response.headers.get("x-should-retry")
-        assert retry == ("false" if status == 504 else None), "the same work would be late again"
+        again = code in ("deadline_exceeded", "request_quarantined")
+        assert retry == ("false" if again else None), "the same work would fail again"
 
 
 async def test_a_full_queue_cancels_the_other_prompts(

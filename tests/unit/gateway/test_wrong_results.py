@@ -70,6 +70,12 @@ WRONG: dict[str, tuple[Spoiler, str]] = {
     "a failure of nobody": (lambda r: r.failures.add(slot=7, message="x"), "slot 7 has a failure"),
     "prompt of nobody": (_piece, "slot 0 has log probabilities of its prompt"),
     "experts of nobody": (_experts, "slot 0 has experts"),
+    "lethal rows of nobody": (
+        lambda r: r.MergeFrom(
+            pb.StepResponse(status=pb.StepResponse.STATUS_LETHAL, suspect_slots=[9])
+        ),
+        "slot 9 has lethal rows",
+    ),
     "skipped": (_status(pb.StepResponse.STATUS_SKIPPED), "with the status 4"),
     "an unknown status": (_status(77), "with the status 77"),
     "another step": (lambda r: setattr(r, "step", r.step + 1), "answered step"),
