@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.harness.mesh import Mesh, mesh_of_copies, networked_mesh
-from tests.chaos.harness.streams import Workload, answers_alone
+from tests.chaos.harness.streams import Workload
 from tests.chaos.harness.suffering import Traffic
 from tests.chaos.harness.table import Row, as_markdown
 from tests.conftest import Models
 from tests.support.leaks import LeakGuard
-from tests.support.mesh import gateway
 from tests.support.tiny_checkpoints import MIXTRAL
 
 _ROWS = pytest.StashKey[list[Row]]()
@@ -28,18 +27,13 @@ def chaos_model(models: Models) -> Path:
 @pytest.fixture(scope="session")
 def traffic(chaos_model: Path) -> Traffic:
     """Requests to it, and what each is answered by one process in which nothing fails, alone."""
-    return _traffic(chaos_model, Workload(MIXTRAL.vocab_size))
+    return Traffic.to(chaos_model, Workload(MIXTRAL.vocab_size))
 
 
 @pytest.fixture(scope="session")
 def long_traffic(chaos_model: Path) -> Traffic:
     """The same of requests whose streams are open for long."""
-    return _traffic(chaos_model, Workload(MIXTRAL.vocab_size, min_tokens=300, max_tokens=400))
-
-
-def _traffic(model: Path, workload: Workload) -> Traffic:
-    with gateway(model, ["local"]) as server:
-        return Traffic(workload, answers_alone(server.api.port, workload))
+    return Traffic.to(chaos_model, Workload(MIXTRAL.vocab_size, min_tokens=300, max_tokens=400))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from expertmesh.v1 import expert_service_pb2 as pb
 from gateway.command.launcher import RESTART_NICENESS
@@ -21,6 +24,7 @@ from tests.support.processes import Managed, free_port
 HOST = "127.0.0.1"
 EXPERT_WORKER = (*COMMAND, "expert-worker")
 _STOP_TIMEOUT_S = 20.0
+_REVIVAL_S = 0.05  # from a death to the next life, at most
 
 
 class PoolWorker:
@@ -145,6 +149,41 @@ def start_all(workers: Sequence[PoolWorker]) -> None:
         worker.start()
     for worker in workers:
         worker.wait_ready()
+
+
+class Revival:
+    """Starts each of some workers again as soon as it has died; a context.
+
+    Args:
+        workers: All of them; they are started, and nobody else starts them.
+    """
+
+    def __init__(self, workers: Sequence[PoolWorker]) -> None:
+        self.num_deaths = 0
+        """So far."""
+        self._workers = workers
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="revival")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_REVIVAL_S):
+            for worker in self._workers:
+                if not worker.is_alive:
+                    self.num_deaths += 1
+                    worker.start()
 
 
 @contextmanager

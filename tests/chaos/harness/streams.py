@@ -54,11 +54,14 @@ class Workload:
     max_prompt: int = 40
     min_tokens: int = 60
     max_tokens: int = 160
+    first_token: int = 0
+    """Answers have no token below; prompts have none below 3."""
 
     def body(self, number: int) -> Json:
         """The request with this number, to /v1/completions."""
         chance = random.Random(number)
         num_prompt = chance.randint(1, self.max_prompt)
+        allowed = list(range(self.first_token, self.vocab_size))
         way = {"temperature": 0} if number % 2 else {"temperature": 0.8, "top_p": 0.95}
         return {
             "prompt": [chance.randrange(3, self.vocab_size) for _ in range(num_prompt)],
@@ -69,6 +72,7 @@ class Workload:
             "logprobs": 0,
             "stream": True,
             **way,
+            **({"allowed_token_ids": allowed} if self.first_token else {}),
         }
 
 

@@ -6,13 +6,15 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.chaos.harness.checks import Answers, changed, failed, stall_s, wait_idle
 from tests.chaos.harness.faults import Fault
 from tests.chaos.harness.load import Load
 from tests.chaos.harness.mesh import Mesh
-from tests.chaos.harness.streams import Streamed, Workload
+from tests.chaos.harness.streams import Streamed, Workload, answers_alone
 from tests.chaos.harness.table import Row
+from tests.support.mesh import gateway
 
 NUM_STREAMS = 8
 HIT_WITHIN_S = 0.1
@@ -28,6 +30,12 @@ class Traffic:
 
     workload: Workload
     expected: Answers
+
+    @classmethod
+    def to(cls, model: Path, workload: Workload) -> Traffic:
+        """What one process in which nothing fails answers to each request, alone."""
+        with gateway(model, ["local"]) as server:
+            return cls(workload, answers_alone(server.api.port, workload))
 
 
 def suffer(
