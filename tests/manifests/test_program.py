@@ -61,6 +61,14 @@ def test_every_command_line_can_be_read(found: Manifests) -> None:
     hand_over_arguments(found)
 
 
+def test_init_containers_see_to_the_model(found: Manifests) -> None:
+    """To the one that the pod serves, with a command that there is."""
+    for pod in found.pods():
+        for container in pod["initContainers"]:
+            values = environment(found, container)
+            assert values["EXPERTMESH_MODEL"] in parsed_command(found, container).values()
+
+
 def test_ports_of_expert_workers(found: Manifests) -> None:
     """Those that the program is told are those that the pod declares; the first is as usual."""
     settings, metrics_port = expert_settings(found)
@@ -166,6 +174,10 @@ BREAKAGES = [
         lambda m: m.container(GATEWAY)["env"].append(
             {"name": "EXPERTMESH_MIN_COPYS", "value": "2"}
         ),
+    ),
+    Breakage(
+        test_init_containers_see_to_the_model, "another model",
+        lambda m: pod_of(m.experts)["initContainers"][0].update(args=["demo-dense"]),
     ),
     Breakage(
         test_ports_of_expert_workers, "another port",

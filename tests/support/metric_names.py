@@ -1,0 +1,41 @@
+"""Names of all metrics, without torch, to be compared with those that somebody asks for."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client import CollectorRegistry
+
+from gateway.mesh.mesh_status import MeshStatus
+from gateway.placement.metrics import PlacementCollector
+from gateway.placement.operator import StaticPlacement
+from gateway.request_metrics import RequestMetrics
+from gateway.scaling.autoscaler import ScalingReport
+from gateway.scaling.metrics import ScalingCollector
+from gateway.scaling.policy import Fleet, Sample
+from gateway.sequence import EngineStats
+from tests.support.expert_metrics import EXPERT_METRICS
+
+_METRIC = re.compile(r"\bmoe_[a-z0-9_]+")
+_SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
+
+
+def metrics_in(text: str) -> set[str]:
+    """Our metrics that a text names, without suffixes."""
+    return {_SUFFIX.sub("", name) for name in _METRIC.findall(text)}
+
+
+def known_metrics() -> set[str]:
+    """Those of gateways and of expert workers, without suffixes."""
+    return EXPERT_METRICS | _gateway_metrics()
+
+
+def _gateway_metrics() -> set[str]:
+    """Of a gateway that leads and scales."""
+    registry = CollectorRegistry()
+    RequestMetrics(registry, "a-model").watch(EngineStats, MeshStatus)
+    registry.register(PlacementCollector(StaticPlacement().report))
+    sample = Sample(at_s=0.0, desired=2, present=2, busy=0.5, wait_s=0.0)
+    scaling = ScalingReport(Fleet(desired=2, present=2), sample)
+    registry.register(ScalingCollector(lambda: scaling))
+    return {metric.name for metric in registry.collect()}
