@@ -54,8 +54,7 @@ class ClusterApi:
 
     def __init__(self, access: ClusterAccess, credentials: Credentials) -> None:
         self._access = access
-        self._credentials: Credentials | None = credentials
-        self._client: ApiClient | None = None
+        self._client: ApiClient | None = credentials.client()
         self.namespace = credentials.namespace
 
     @classmethod
@@ -150,15 +149,12 @@ class ClusterApi:
         if response.status < HTTPStatus.BAD_REQUEST:
             return response
         if response.status == HTTPStatus.UNAUTHORIZED:
-            self._credentials = None
             await self.close()
         raise await _refusal(response)
 
     async def _connected(self) -> ApiClient:
         if self._client is None:
-            if self._credentials is None:
-                self._credentials = await self._access.load()
-            self._client = self._credentials.client()
+            self._client = (await self._access.load()).client()
         return self._client
 
 

@@ -22,8 +22,8 @@ from tests.support.kube.store import Key
 
 SERVICE, NAMESPACE, PORT = "expert-worker", "mesh", 50061
 WAIT_S = 20.0
-TIMES = WatchTimes(list_s=0.5, watch_s=1, slack_s=0.2, first_pause_s=0.02, longest_pause_s=0.1)
-"""A watch is over within a second."""
+TIMES = WatchTimes(list_s=10.0, watch_s=1, slack_s=5.0, first_pause_s=0.02, longest_pause_s=0.1)
+"""A watch is over after a second; nothing is given up because the machine is busy."""
 
 Json = dict[str, Any]
 

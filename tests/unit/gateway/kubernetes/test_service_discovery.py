@@ -151,7 +151,7 @@ async def test_a_half_open_watch(server: FakeApiServer, tmp_path: Path) -> None:
         await asyncio.sleep(60)
         return response
 
-    async with following(server, tmp_path) as followed:
+    async with following(server, tmp_path, replace(TIMES, slack_s=0.2)) as followed:
         followed.slices.put("a", pod(1))
         await followed.until_hosts("1")
         server.faults.append(hang)
@@ -167,20 +167,21 @@ async def test_a_slow_list(server: FakeApiServer, tmp_path: Path) -> None:
     stalled: list[web.Request] = []
 
     async def stall(request: web.Request) -> web.StreamResponse | None:
-        if "watch" not in request.query and len(stalled) < 2:
+        if "watch" not in request.query and not stalled:
             stalled.append(request)
             await asyncio.sleep(60)
         return None
 
-    async with following(server, tmp_path) as followed:
+    async with following(server, tmp_path, replace(TIMES, list_s=0.5)) as followed:
         followed.slices.put("a", pod(1))
         await followed.until_hosts("1")
+        num_errors = followed.discovery.report().num_errors
         server.faults.append(stall)
         server.drop_watches()
-        await until(lambda: len(stalled) == 2)
+        await until(lambda: bool(stalled))
         followed.slices.put("a", pod(2))
         assert followed.hosts == ["1"]
-        assert followed.discovery.report().problem.endswith(": the API server is silent")
+        await until(lambda: followed.discovery.report().num_errors > num_errors)
         await converges(followed, "2")
 
 
@@ -196,7 +197,7 @@ async def test_the_api_server_is_away(server: FakeApiServer, tmp_path: Path) -> 
             assert followed.heard == heard
             report = followed.discovery.report()
             assert (report.num_up, report.num_leaving) == (1, 1)
-            assert "no answer of the API server" in report.problem
+            assert "the API server" in report.problem
         await converges(followed, "1")
         assert followed.discovery.report().problem == ""
 
@@ -239,9 +240,8 @@ async def test_what_is_no_json(server: FakeApiServer, tmp_path: Path) -> None:
     async with following(server, tmp_path) as followed:
         followed.slices.put("a", pod(1))
         await followed.until_hosts("1")
-        await until(lambda: not any(left))
+        await until(lambda: not any(left) and followed.discovery.report().num_errors >= 2)
         await converges(followed, "1")
-        assert followed.discovery.report().num_errors >= 2
 
 
 async def test_a_service_that_is_not_there(
