@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import PurePosixPath
 
 import pytest
@@ -40,11 +41,14 @@ COMING = {
 }
 
 
-def known_variables() -> set[str]:
+@functools.cache
+def known_variables() -> frozenset[str]:
     """Variables that the command line reads for a gateway."""
     arguments = app["gateway"].assemble_argument_collection()
     flags = {name for each in arguments for name in each.names if name.startswith("--")}
-    return {"EXPERTMESH_" + flag.removeprefix("--").replace("-", "_").upper() for flag in flags}
+    return frozenset(
+        "EXPERTMESH_" + flag.removeprefix("--").replace("-", "_").upper() for flag in flags
+    )
 
 
 def test_variables_are_flags(found: Manifests) -> None:
