@@ -10,13 +10,9 @@ from aiohttp import web
 
 from expertmesh.errors import SettingsError
 from expertmesh.scaling_settings import ScalingSettings
-from expertmesh.settings import MeshOptions
 from gateway.cluster.access import ClusterAccess
 from gateway.cluster.api import ClusterApi
-from gateway.placement.operator import StaticPlacement
 from gateway.scaling.scale_target import Scale, ScaleError
-from gateway.scaling.scaler import NoScaler
-from gateway.scaling.setup import make_scaler
 from gateway.scaling.stateful_set import StatefulSetScale
 from tests.support.kube.api_server import FakeApiServer, Fault
 from tests.support.kube.resources import STATEFUL_SETS
@@ -118,18 +114,6 @@ async def test_a_server_that_is_gone(server: FakeApiServer, target: StatefulSetS
         await target.read()
     assert caught.value.cause == "unreachable"
     assert (await target.read()).replicas == 3
-
-
-async def test_off_is_an_object_that_does_nothing() -> None:
-    """The default; nothing is asked for a cluster."""
-    scaler = make_scaler(ScalingSettings(), MeshOptions(), tuple, StaticPlacement())
-    assert isinstance(scaler, NoScaler)
-
-
-async def test_static_placement_cannot_be_scaled() -> None:
-    """New expert workers would hold nothing."""
-    with pytest.raises(SettingsError, match="--placement auto"):
-        make_scaler(ScalingSettings(autoscale="on"), MeshOptions(), tuple, StaticPlacement())
 
 
 @pytest.mark.parametrize(
