@@ -16,6 +16,9 @@ from expertmesh.wire_encode import CallId
 from expertmesh_kernels.dispatch import Bits, Bools, WorkerRows
 from expertmesh_kernels.router import Routing
 
+MOST_TRIES = 3
+"""Of rows that were changed on the way, with who alone has their experts."""
+
 
 @dataclass(eq=False)
 class Call:
@@ -37,6 +40,8 @@ class Call:
     """It was late before, when no more calls could be hedged."""
     is_served: bool = False
     """Its rows are there, from whomever."""
+    is_damaged: bool = False
+    """It or its reply was changed on the way, which may go well the next time."""
     abandoned: bool = False
     """Nobody waits for the reply any more."""
     is_probe: bool = False
@@ -55,6 +60,8 @@ class Outcome:
     call: Call
     response: pb.ForwardResponse | None
     reason: str = ""
+    is_damaged: bool = False
+    """The call or its reply was changed on the way."""
     is_lost: bool = False
     """The connection ended while the expert worker had the rows: perhaps it died of them."""
 

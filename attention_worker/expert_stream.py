@@ -21,15 +21,14 @@ import time
 from collections.abc import Sequence
 
 import grpc
-from google.protobuf.message import DecodeError
 
+from attention_worker import forward_rpc as rpc
 from attention_worker.call_times import CallTimes
 from attention_worker.calls import Call, Outcome, Unfinished
 from attention_worker.direct_connection import DirectConnection, open_direct
-from attention_worker.forward_rpc import ForwardRpc, describe_failure, forward_rpc
 from attention_worker.link import Link
 from attention_worker.observed import Observed
-from attention_worker.trust import Trust
+from attention_worker.trust import Refusal, Trust
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -40,7 +39,6 @@ logger = logging.getLogger(__name__)
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 DEFAULT_ROW_CREDITS = 4096  # of an expert worker that states none
 MAX_WAITING_CALLS = 64  # for row credits
-REFUSED_S = 2.0  # until it is asked again; a map without it comes sooner, if it meant what it said
 
 _LOST = "replies are lost"
 
@@ -60,8 +58,6 @@ class ExpertStream:
         self.worker = worker
         self._times = times
         self._trust = Trust()
-        self.num_late_replies = 0
-        """Replies that came too late or twice, and were dropped."""
         self._max_message_bytes = max_message_bytes
         self._lock = threading.Lock()
         self._outbox: Outbox = queue.SimpleQueue()
@@ -75,8 +71,7 @@ class ExpertStream:
         """Row credits, and what else compiled code needs."""
         self._last_failure = ""
         self._down = ""
-        self._refused = ""
-        self._refused_until_s = 0.0
+        self._refusal = Refusal()
         self._cut_reason = ""
         self._retired = False
         self._closed = threading.Event()
@@ -92,7 +87,7 @@ class ExpertStream:
     @property
     def usable(self) -> bool:
         """True if a call may succeed."""
-        return not (self._down or self._refusing() or self._closed.is_set())
+        return not self._trouble
 
     def is_suspect(self, now_s: float) -> bool:
         """True if others are to be asked, where there are any."""
@@ -111,9 +106,8 @@ class ExpertStream:
 
     def describe(self) -> str:
         """The expert worker, and what is wrong with it if something is."""
-        trouble = self._refused or self._down or ("closed" if self._closed.is_set() else "")
         name = f"expert worker {self.worker.worker_id} at {self.worker.address}"
-        return f"{name}: {trouble}" if trouble else name
+        return f"{name}: {self._trouble}" if self._trouble else name
 
     def submit(self, call: Call, frame: RequestFrame) -> None:
         """Sends a call, now or when row credits allow; its outcome is put into its queue."""
@@ -198,25 +192,22 @@ class ExpertStream:
             except OSError as error:
                 self._lose(str(error))
         for message in messages:
-            self._take_bytes(message)
+            self._take(rpc.read_reply(message))
 
     def refuse(self, reason: str) -> None:
         """Makes this life of the expert worker unusable for a while: it said so itself."""
         self.link.close()
-        self._refused = reason
-        self._refused_until_s = time.monotonic() + REFUSED_S
+        self._refusal.begin(reason)
 
     def be_wrong(self, reason: str) -> None:
         """A reply was wrong: after some it is ejected for a while."""
         with self._lock:
-            if self._trust.be_wrong(time.monotonic(), self.observed.num_answers):
-                self.observed.count_ejections(1)
-                logger.warning("%s: ejected for a while: %s", self.describe(), reason)
+            self._be_wrong(reason)
 
-    def _refusing(self) -> bool:
-        if self._refused and time.monotonic() >= self._refused_until_s:
-            self._refused = ""
-        return bool(self._refused)
+    def _be_wrong(self, reason: str) -> None:
+        if self._trust.be_wrong(time.monotonic(), self.observed.num_answers):
+            self.observed.count_ejections(1)
+            logger.warning("%s: ejected for a while: %s", self.describe(), reason)
 
     # --- other threads ---
 
@@ -247,13 +238,19 @@ class ExpertStream:
     # --- sending; the lock is held ---
 
     @property
+    def _trouble(self) -> str:
+        """Why no call can succeed; nothing if one may."""
+        closed = "the stream is closed" if self._closed.is_set() else ""
+        return self._refusal.reason() or self._down or closed
+
+    @property
     def _is_awaited(self) -> bool:
         """True if somebody waits for a reply."""
         return any(not call.abandoned for call in self._pending.values())
 
     def _why_not(self, call: Call) -> str:
-        if not self.usable:
-            return self._refused or self._down or "the stream is closed"
+        if self._trouble:
+            return self._trouble
         most = max(self.link.credits, self._first_credits)
         if call.num_rows > most:
             return f"{call.num_rows} rows exceed its {most} row credits"
@@ -298,14 +295,13 @@ class ExpertStream:
         self._down = self._last_failure = reason
         self._close_direct()
         self._last_direct = None
-        failed = [*self._pending.values(), *self._waiting]
+        failed = [call for call in (*self._pending.values(), *self._waiting) if not call.abandoned]
         self._pending.clear()
         self._waiting.clear()
         self.link.rows_in_flight = 0
         self.link.credits = self._first_credits
         for call in failed:
-            if not call.abandoned:
-                call.outcomes.put(Outcome(call, None, reason, call.sent_s > 0 and not by_us))
+            call.outcomes.put(Outcome(call, None, reason, is_lost=call.sent_s > 0 and not by_us))
 
     def _close_direct(self) -> None:
         self.link.close()
@@ -317,7 +313,7 @@ class ExpertStream:
 
     def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
-        with forward_rpc(self.worker.address, self._max_message_bytes) as forward:
+        with rpc.forward_rpc(self.worker.address, self._max_message_bytes) as forward:
             while not self._closed.is_set():
                 was_up = self._serve(forward)
                 backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
@@ -325,7 +321,7 @@ class ExpertStream:
                     return
                 self._closed.wait(backoff_s)
 
-    def _serve(self, forward: ForwardRpc) -> bool:
+    def _serve(self, forward: rpc.ForwardRpc) -> bool:
         """One stream from open to end; True if it was up."""
         was_up = False
         outbox = self._outbox
@@ -339,10 +335,10 @@ class ExpertStream:
             metadata = stream.initial_metadata()  # comes as soon as the stream is up
             if was_up := stream.is_active():
                 self._set_up([(key, value) for key, value in metadata])
-            for response in stream:
-                self._take(response)
+            for reply in stream:
+                self._take(reply)
         except grpc.RpcError as error:
-            reason = self._cut_reason or describe_failure(error)
+            reason = self._cut_reason or rpc.describe_failure(error)
         self._fail_all(outbox, reason)
         return was_up
 
@@ -359,36 +355,39 @@ class ExpertStream:
         self._down = ""
         self._trust.be_heard()
 
-    def _take_bytes(self, message: bytes) -> None:
-        try:
-            response = pb.ForwardResponse.FromString(message)
-        except DecodeError as error:
-            with self._lock:
-                self._lose(f"{len(message)} bytes are not a reply: {error}", by_us=True)
-        else:
-            self._take(response)
-
-    def _take(self, response: pb.ForwardResponse) -> None:
-        received_s = time.monotonic()
+    def _take(self, reply: rpc.Reply) -> None:
+        response, damage = reply.message, rpc.damage_of(reply)
         with self._lock:
             self._trust.be_heard()
-            call = self._pending.pop(CallId.of(response.id), None)
-            if call is None or (call.abandoned and not call.is_probe):
-                self.num_late_replies += 1
-                self.observed.count_late_reply()
+            call = None if response is None else self._pending.pop(CallId.of(response.id), None)
             if call is not None:
                 self.link.rows_in_flight -= call.num_rows
-                self._see(call, received_s - call.sent_s)
-                self.link.queue_us = response.queue_us
-            self.link.credits = response.row_credits or self.link.credits
+            if damage or response is None:
+                self._be_damaged(damage, call)
+            else:
+                self._count(call, response, reply.received_s)
             self._send_waiting()
         if call is not None and not call.abandoned:
-            call.outcomes.put(Outcome(call, response))
+            call.outcomes.put(Outcome(call, None if damage else response, damage, bool(damage)))
 
-    def _see(self, call: Call, took_s: float) -> None:
-        self.observed.count_round_trip(took_s)
-        if call.size_class:
-            self.link.slowness = self._times.see(call.size_class, self.link.slowness, took_s)
+    def _count(self, call: Call | None, response: pb.ForwardResponse, received_s: float) -> None:
+        if call is None or (call.abandoned and not call.is_probe):
+            self.observed.count_late_reply()
+        if call is not None:
+            took_s = received_s - call.sent_s
+            self.observed.count_round_trip(took_s)
+            if call.size_class:
+                slowness = self.link.slowness
+                self.link.slowness = self._times.see(call.size_class, slowness, took_s)
+            self.link.queue_us = response.queue_us
+        self.link.credits = response.row_credits or self.link.credits
+
+    def _be_damaged(self, damage: str, call: Call | None) -> None:
+        """Bytes were changed; those of which call may be unknown, and then all calls fail."""
+        self.observed.count_damaged()
+        self._be_wrong(damage)
+        if call is None:
+            self._lose(damage, by_us=True)
 
     def _fail_all(self, outbox: Outbox, reason: str) -> None:
         """Fails what is on its way, and makes an empty outbox for the next stream."""

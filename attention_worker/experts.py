@@ -290,7 +290,7 @@ class RemoteExperts:
     @property
     def num_late_replies(self) -> int:
         """Replies of the current streams that came too late or twice."""
-        return sum(stream.num_late_replies for stream in self._routes.streams)
+        return sum(stream.observed.num_late_replies for stream in self._routes.streams)
 
     def close(self) -> None:
         """Ends all streams and their threads within a second; what is on its way fails."""

@@ -56,7 +56,7 @@ class Loopback:
         num_pairs = len(request.expert_ids) // UINT32.itemsize
         head = ReplyHead(request.id.SerializeToString(), _INCARNATION, 0, 0, row_credits=1)
         outputs_NH = np.zeros((num_pairs, hidden_size), NUMPY_DTYPES[dtype])
-        send_parts(self._theirs, encode_reply(head, outputs_NH, dtype, crc=False))
+        send_parts(self._theirs, encode_reply(head, outputs_NH, dtype))
 
 
 class LoopbackRoutes:

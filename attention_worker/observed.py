@@ -21,6 +21,8 @@ class Observed:
         self._worker, self._link = worker, link
         self._lock = threading.Lock()
         self._seen = self._nothing()
+        self.num_late_replies = 0
+        """Replies that came too late or twice, and were dropped; ever."""
         self._num_answers = 0  # beside those that the link counts
 
     @property
@@ -67,7 +69,13 @@ class Observed:
     def count_late_reply(self) -> None:
         """Counts a reply that came too late or twice."""
         with self._lock:
+            self.num_late_replies += 1
             self._seen.late_replies += 1
+
+    def count_damaged(self) -> None:
+        """Counts a call or a reply that was changed on the way."""
+        with self._lock:
+            self._seen.damaged += 1
 
     def count_ejections(self, count: int) -> None:
         """Counts that it is not asked for a while."""

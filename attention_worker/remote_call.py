@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attention_worker.call_times import CallTimes, HedgeBudget, size_class
-from attention_worker.calls import Batch, Call, Outcome, Progress
+from attention_worker.calls import MOST_TRIES, Batch, Call, Outcome, Progress
 from attention_worker.dropped_experts import DroppedExperts, without
 from attention_worker.expert_routes import Assignment, Routes
 from attention_worker.losses import MOST_LOSSES, Losses
@@ -234,7 +234,7 @@ class RemoteCall:
             return  # came while it was given up
         self._open.remove(call)
         stream = self._routes.streams[call.rows.worker]
-        reason = outcome.reason
+        reason, call.is_damaged = outcome.reason, outcome.is_damaged
         if outcome.response is not None:
             try:
                 self._place(call, outcome.response)
@@ -362,6 +362,9 @@ class RemoteCall:
         for expert in np.flatnonzero(rows_E).tolist():
             self._tried.setdefault(expert, set()).add(call.rows.worker)
         assignment, missing = self._routes.choose(self._layer, rows_E, self._tried)
+        if missing and call.is_damaged and self._num_attempts < MOST_TRIES:
+            others = {e: workers - {call.rows.worker} for e, workers in self._tried.items()}
+            assignment, missing = self._routes.choose(self._layer, rows_E, others)
         if missing:
             return missing
         for part in self._parts.pop(call, ()):

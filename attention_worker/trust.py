@@ -10,6 +10,8 @@ Owner: the stream to that expert worker, under its lock.
 
 from __future__ import annotations
 
+import time
+
 from expertmesh.v1 import expert_service_pb2 as pb
 
 HONEST_CODES = frozenset(
@@ -38,6 +40,26 @@ RIGHT_BETWEEN = 50
 """unless there were so many right ones between them."""
 RIGHT_AFTER = 1000
 """Right replies after which the time without being asked is the shortest one again."""
+REFUSED_S = 2.0
+"""Until it is asked again; a map without it comes sooner, if it meant what it said."""
+
+
+class Refusal:
+    """What an expert worker said of itself, so that this life of it is not asked for a while."""
+
+    def __init__(self) -> None:
+        self._reason = ""
+        self._until_s = 0.0
+
+    def begin(self, reason: str) -> None:
+        """It said so just now."""
+        self._reason, self._until_s = reason, time.monotonic() + REFUSED_S
+
+    def reason(self) -> str:
+        """What it said; nothing if it may be asked."""
+        if self._reason and time.monotonic() >= self._until_s:
+            self._reason = ""
+        return self._reason
 
 
 class Trust:

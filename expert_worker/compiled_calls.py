@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from expert_worker.call_counters import ROWS_BUCKETS, CallCounters
 from expert_worker.device_turn import DeviceTurn
-from expert_worker.direct_server import Answer
+from expert_worker.direct_server import Answer, check_framing
 from expert_worker.published_experts import PublishedExperts
 from expert_worker.servicer import ExpertServicer
 from expert_worker.state import WorkerState
 from expertmesh.direct import DirectConnectionError, is_connected, send_parts
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.wire import WIRE_CODES, WIRE_NUMPY, Received, receiver
+from expertmesh.wire import WIRE_CODES, WIRE_NUMPY, Received, sealed_receiver
 from expertmesh.wire_encode import LENGTH, Parts
 from expertmesh_kernels.cpu import frames
 from expertmesh_kernels.cpu.forward_call import Limits
@@ -70,7 +70,7 @@ class CompiledCalls:
         self._state = state
         self._turn = turn
         self._servicer = servicer
-        self._parse = receiver(pb.ForwardRequest)
+        self._parse = sealed_receiver(pb.ForwardRequest)
         self.experts = published.tables
         self.likes: Likes = LIKE[TORCH_DTYPES[dtype]], np.empty(0, BITS_DTYPES[dtype])
         numbers = Limits(
@@ -132,6 +132,7 @@ class CompiledCalls:
                 if not is_connected(connection):  # else what has come already would be computed
                     raise DirectConnectionError("the peer has closed it")
                 send_parts(connection, reply)
+                check_framing(received)
             elif end == frames.NEEDS_MEMORY:
                 served.grow()
             else:

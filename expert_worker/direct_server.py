@@ -30,7 +30,7 @@ from expertmesh.direct import (
 )
 from expertmesh.errors import PortError
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.wire import Received, receiver
+from expertmesh.wire import Received, sealed_receiver
 from expertmesh.wire_encode import Parts
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class ParsedCalls:
     def __init__(self, answer: Answer, max_message_bytes: int) -> None:
         self._answer = answer
         self._max_message_bytes = max_message_bytes
-        self._parse = receiver(pb.ForwardRequest)
+        self._parse = sealed_receiver(pb.ForwardRequest)
 
     def warm_up(self, message: bytes) -> None:
         """There is nothing that others have not warmed up."""
@@ -221,6 +221,17 @@ class ParsedCalls:
                 received = self._parse(message)
                 wanted = replace(received, is_wanted=lambda: is_connected(connection))
                 send_parts(connection, self._answer(wanted))
+                check_framing(received)
+
+
+def check_framing(received: Received[pb.ForwardRequest]) -> None:
+    """Looks whether the next message can be found.
+
+    Raises:
+        DirectConnectionError: Nothing is left of this one, and perhaps its length was changed.
+    """
+    if received.message is None and not received.is_intact:
+        raise DirectConnectionError(received.error)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -36,7 +36,7 @@ from expertmesh.addresses import join_address
 from expertmesh.errors import PortError
 from expertmesh.grpc_options import server_options
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.wire import Received, max_message_bytes, receiver
+from expertmesh.wire import Received, max_message_bytes, receiver, sealed_receiver
 from expertmesh.wire_encode import join_message
 from expertmesh_kernels.cpu.words import HAS_FUTEX
 
@@ -197,7 +197,7 @@ def _handlers(servicer: ExpertServicer) -> grpc.GenericRpcHandler:
         SERVICE,
         {
             "Forward": grpc.stream_stream_rpc_method_handler(
-                servicer.forward, receiver(pb.ForwardRequest), join_message
+                servicer.forward, sealed_receiver(pb.ForwardRequest), join_message
             ),
             "Watch": stream_out(servicer.watch, pb.WatchRequest),
             "LoadExperts": stream_out(servicer.load_experts, pb.LoadExpertsRequest),

@@ -25,6 +25,7 @@ from expert_worker.direct_server import DirectOffers
 from expert_worker.maintenance import Event, Maintenance
 from expert_worker.row_reader import read_rows
 from expert_worker.state import WorkerState, elapsed_us, remaining, time_left_deadline
+from expertmesh.checksum import sealed
 from expertmesh.errors import ExpertUnavailableError, WireError
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, WireDtype, invalid, wire_dtypes
@@ -136,6 +137,8 @@ class ExpertServicer:
 
     def _answer(self, received: Received[pb.ForwardRequest]) -> Parts:
         message = received.message
+        if not received.is_intact:
+            raise WireError(pb.ForwardError.CODE_DATA_LOSS, received.error)
         if message is None:
             raise invalid(received.error)
         call = view_forward_request(message, self.limits)
@@ -185,7 +188,7 @@ class ExpertServicer:
             self._state.identity.row_credits,
         )
         outputs_NH = raw_array(result.outputs_NH)
-        parts = encode_reply(head, outputs_NH, self.limits.dtype, crc=call.want_crc32)
+        parts = encode_reply(head, outputs_NH, self.limits.dtype)
         self._state.count_answer(
             call.layer, call.num_rows, rows.expert_of_pair_N, compute_us, result.queue_s
         )
@@ -202,7 +205,7 @@ class ExpertServicer:
         response.error.code = error.code
         response.error.message = str(error)
         response.error.expert_ids.extend(error.expert_ids)
-        return frame_of(response.SerializeToString())
+        return frame_of(sealed(response.SerializeToString()))
 
     # --- Watch ---
 

@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-PROTOCOL_REVISION = 2
+PROTOCOL_REVISION = 3
 """Revision of the wire protocol; processes of different revisions refuse each other."""

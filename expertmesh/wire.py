@@ -11,9 +11,8 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, Literal, TypeVar
 
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
+from expertmesh.checksum import is_sealed
 from expertmesh.errors import WireError
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -103,31 +103,15 @@ def invalid(message: str) -> WireError:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def encode_tensor(array: RawArray, dtype: DtypeName, *, crc: bool = False) -> pb.Tensor:
-    """A tensor message; arguments as in `write_tensor`."""
-    message = pb.Tensor()
-    write_tensor(message, array, dtype, crc=crc)
-    return message
-
-
-def write_tensor(
-    message: pb.Tensor, array: RawArray, dtype: DtypeName, *, crc: bool = False
-) -> None:
-    """Fills an empty tensor message in place, so that data is not copied between messages.
+def encode_tensor(array: RawArray, dtype: DtypeName) -> pb.Tensor:
+    """A tensor message.
 
     Args:
-        message: Field of the message that will be sent.
         array: C-contiguous; bfloat16 as uint16.
         dtype: What the elements are.
-        crc: Add a CRC-32 of the data.
     """
     assert array.dtype == NUMPY_DTYPES[dtype], f"{array.dtype} does not hold {dtype}"
-    data = array.tobytes()
-    message.dtype = DTYPE_CODES[dtype]
-    message.shape.extend(array.shape)
-    message.data = data
-    if crc:
-        message.crc32 = zlib.crc32(data)
+    return pb.Tensor(dtype=DTYPE_CODES[dtype], shape=array.shape, data=array.tobytes())
 
 
 def decode_tensor(message: pb.Tensor, where: str) -> tuple[RawArray, WireDtype]:
@@ -138,7 +122,7 @@ def decode_tensor(message: pb.Tensor, where: str) -> tuple[RawArray, WireDtype]:
         where: Name of the field, for error messages.
 
     Raises:
-        WireError: INVALID_ARGUMENT for dtype, shape or length; DATA_LOSS for a wrong CRC-32.
+        WireError: INVALID_ARGUMENT for dtype, shape or length.
     """
     dtype = _WIRE_NAMES.get(message.dtype)
     if dtype is None:
@@ -157,11 +141,6 @@ def decode_tensor(message: pb.Tensor, where: str) -> tuple[RawArray, WireDtype]:
         raise invalid(
             f"{where}.data has {len(data)} bytes, expected {num_bytes} for shape "
             f"{list(shape[:8])} of {dtype}"
-        )
-    if message.HasField("crc32") and zlib.crc32(data) != message.crc32:
-        raise WireError(
-            pb.ForwardError.CODE_DATA_LOSS,
-            f"{where}.data has CRC-32 {zlib.crc32(data):#010x}, expected {message.crc32:#010x}",
         )
     array = np.frombuffer(data, dtype=WIRE_NUMPY[dtype])
     return array.reshape(shape), dtype
@@ -226,7 +205,9 @@ class Received(Generic[M]):
     received_s: float
     """time.monotonic() when they came."""
     error: str = ""
-    """Why there is no message."""
+    """Why there is no message, or what is wrong with its bytes."""
+    is_intact: bool = True
+    """False if bytes were changed on the way: what was parsed may be anything."""
     is_wanted: Callable[[], bool] = _always
     """False once its sender is gone, so that nobody would get an answer."""
 
@@ -243,3 +224,17 @@ def receiver(kind: type[M]) -> Callable[[bytes], Received[M]]:
             return Received(None, received_s, reason)
 
     return parse
+
+
+def sealed_receiver(kind: type[M]) -> Callable[[bytes], Received[M]]:
+    """The same for messages with a seal; see `expertmesh.checksum`."""
+    parse = receiver(kind)
+
+    def check(data: bytes) -> Received[M]:
+        received = parse(data)
+        if is_sealed(data):
+            return received
+        error = f"a {kind.DESCRIPTOR.name} of {len(data)} bytes does not match its checksum"
+        return replace(received, error=error, is_intact=False)
+
+    return check

@@ -2,7 +2,8 @@
 
 The bytes are those of `ForwardRequest` and `ForwardResponse` in proto/expertmesh/v1, which every
 protobuf parser takes. They are assembled here because filling generated classes copies tensors
-three times and costs more than sending the message. Data comes last, behind all other fields.
+three times and costs more than sending the message. Data comes last, behind all other fields but
+the checksum.
 
     frame = length (uint32, little-endian) | message      gRPC takes the message alone
 
@@ -12,7 +13,6 @@ Shape letters: R rows of a call, N pairs (row, expert), H hidden size.
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from expertmesh.checksum import SEAL_BYTES, seal
 from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import WIRE_CODES, WIRE_NUMPY, RawArray, WireDtype
@@ -32,7 +33,6 @@ _CACHED_SHAPES = 4096
 _CACHED_IDS = 16  # one id goes to several expert workers
 _TWO_FIXED64 = struct.Struct("<BQBQ")
 _FIXED64 = struct.Struct("<BQ")
-_FIXED32 = struct.Struct("<BI")
 _LEN = 2  # wire type of messages, bytes and packed numbers
 
 
@@ -63,11 +63,9 @@ _REQUEST_OFFSETS = _bytes_tag("ForwardRequest", "row_offsets")
 _REQUEST_EXPERTS = _bytes_tag("ForwardRequest", "expert_ids")
 _REQUEST_GENERATED = _varint_tag("ForwardRequest", "num_generated_rows")
 _REQUEST_TIME_LEFT = _varint_tag("ForwardRequest", "time_left_us")
-_REQUEST_WANT_CRC = _varint_tag("ForwardRequest", "want_crc32") + b"\1"
 _TENSOR_DTYPE = _varint_tag("Tensor", "dtype")
 _TENSOR_SHAPE = _bytes_tag("Tensor", "shape")
 _TENSOR_DATA = _bytes_tag("Tensor", "data")
-_TENSOR_CRC = _tag("Tensor", "crc32", 5)
 _TENSOR_SCALES = _bytes_tag("Tensor", "row_scales")
 _RESPONSE_ID = _bytes_tag("ForwardResponse", "id")
 _RESPONSE_INCARNATION = _tag("ForwardResponse", "incarnation", 1)
@@ -142,7 +140,6 @@ class RequestFrame:
         hidden_size: H.
         dtype: How rows travel.
         time_left_us: 0 means no limit.
-        crc: Add a CRC-32, and ask for one.
     """
 
     def __init__(
@@ -154,21 +151,20 @@ class RequestFrame:
         dtype: WireDtype,
         *,
         time_left_us: int = 0,
-        crc: bool = False,
     ) -> None:
         num_rows = len(rows.row_offsets) - 1
         shape = (num_rows, hidden_size)
         numpy_dtype = WIRE_NUMPY[dtype]
         num_bytes = num_rows * hidden_size * numpy_dtype.itemsize
         tail = _scales_head(num_rows) if dtype == "int8" else b""
-        num_tail = len(tail) + (4 * num_rows if tail else 0) + (_FIXED32.size if crc else 0)
+        num_tail = len(tail) + (4 * num_rows if tail else 0)
         tensor = _tensor_head(dtype, shape, num_bytes)
-        fields = _request_fields(call_id, target, rows, time_left_us, crc)
+        fields = _request_fields(call_id, target, rows, time_left_us)
         length = len(tensor) + num_bytes + num_tail
         head = b"".join((fields, _REQUEST_HIDDEN, _varint(length), tensor))
         data_at = LENGTH.size + len(head)
         pad = -data_at % _ALIGNMENT  # so that the rows are aligned as their type wants it
-        buffer = np.empty(pad + data_at + num_bytes + num_tail, np.uint8)
+        buffer = np.empty(pad + data_at + num_bytes + num_tail + SEAL_BYTES, np.uint8)
         self._bytes = memoryview(buffer.data)[pad:]
         LENGTH.pack_into(self._bytes, 0, len(self._bytes) - LENGTH.size)
         self._bytes[LENGTH.size : data_at] = head
@@ -179,18 +175,13 @@ class RequestFrame:
         self.scales_R: npt.NDArray[np.float32] = np.empty(num_rows if tail else 0, np.float32)
         """[R] scale of each row; only int8 rows have any."""
         self._data_at, self._tail = data_at, tail
-        self._has_crc = crc
 
     def finish(self) -> None:
         """Writes what follows the rows."""
-        at = self._data_at + self.rows_RH.nbytes
         if self._tail:
-            tail = self._tail + self.scales_R.tobytes()
-            self._bytes[at : at + len(tail)] = tail
-            at += len(tail)
-        if self._has_crc:
-            crc = zlib.crc32(self._bytes[self._data_at : self._data_at + self.rows_RH.nbytes])
-            _FIXED32.pack_into(self._bytes, at, _TENSOR_CRC, crc)
+            at = self._data_at + self.rows_RH.nbytes
+            self._bytes[at:-SEAL_BYTES] = self._tail + self.scales_R.tobytes()
+        self._bytes[-SEAL_BYTES:] = seal(self._bytes[LENGTH.size : -SEAL_BYTES])
 
     @property
     def framed(self) -> memoryview:
@@ -224,28 +215,25 @@ Parts = list[bytes | memoryview]
 """A frame in pieces, which nobody joins before the kernel copies them into the socket."""
 
 
-def encode_reply(head: ReplyHead, outputs_NH: RawArray, dtype: DtypeName, *, crc: bool) -> Parts:
+def encode_reply(head: ReplyHead, outputs_NH: RawArray, dtype: DtypeName) -> Parts:
     """A framed ForwardResponse with outputs.
 
     Args:
         head: The other fields.
         outputs_NH: C-contiguous; not copied, so it must stay as it is until it is sent.
         dtype: What its elements are.
-        crc: Add a CRC-32 of the outputs.
     """
     data = memoryview(outputs_NH.reshape(-1).view(np.uint8).data)
-    tail = _FIXED32.pack(_TENSOR_CRC, zlib.crc32(data)) if crc else b""
     tensor = _tensor_head(dtype, outputs_NH.shape, len(data))
     numbers = (head.queue_us, head.compute_us, head.row_credits)
     fields = [_RESPONSE_ID, _varint(len(head.call_id)), head.call_id]
     fields.append(_FIXED64.pack(_RESPONSE_INCARNATION, head.incarnation))
     for tag, number in zip(_RESPONSE_NUMBERS, numbers, strict=True):
         fields += (tag, _varint(number))
-    fields += (_RESPONSE_OUTPUTS, _varint(len(tensor) + len(data) + len(tail)), tensor)
+    fields += (_RESPONSE_OUTPUTS, _varint(len(tensor) + len(data)), tensor)
     start = b"".join(fields)
-    length = len(start) + len(data) + len(tail)
-    parts: Parts = [LENGTH.pack(length) + start, data]
-    return [*parts, tail] if crc else parts
+    length = len(start) + len(data) + SEAL_BYTES
+    return [LENGTH.pack(length) + start, data, seal(start, data)]
 
 
 def frame_of(message: bytes) -> Parts:
@@ -259,7 +247,7 @@ def join_message(parts: Parts) -> bytes:
 
 
 def _request_fields(
-    call_id: CallId, target: CallTarget, rows: RowsToSend, time_left_us: int, crc: bool
+    call_id: CallId, target: CallTarget, rows: RowsToSend, time_left_us: int
 ) -> bytes:
     """All fields but the rows."""
     identity = encode_call_id(call_id)
@@ -280,7 +268,6 @@ def _request_fields(
             _varint(rows.num_generated_rows),
             _REQUEST_TIME_LEFT,
             _varint(min(time_left_us, 2**32 - 1)),
-            _REQUEST_WANT_CRC if crc else b"",
         )
     )
 

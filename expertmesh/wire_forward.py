@@ -95,7 +95,6 @@ class ForwardCall:
     num_generated_rows: int
     time_left_us: int
     """0 means no limit."""
-    want_crc32: bool
 
     @property
     def num_rows(self) -> int:
@@ -151,7 +150,6 @@ def view_forward_request(message: pb.ForwardRequest, limits: ForwardLimits) -> F
         expert_ids_N=expert_ids_N,
         num_generated_rows=message.num_generated_rows,
         time_left_us=message.time_left_us,
-        want_crc32=message.want_crc32,
     )
 
 

@@ -263,6 +263,7 @@ _DISPATCH_TROUBLES = {
     "retries": "Failed calls whose rows were asked of other copies",
     "late_replies": "Replies that came too late or twice",
     "ejections": "Times that it was not asked for a while, since it was silent or wrong",
+    "damaged": "Calls and replies that were changed on the way, as their checksums tell",
 }
 
 

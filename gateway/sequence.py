@@ -138,6 +138,8 @@ class DispatchStats:
     """Replies that came too late or twice."""
     ejections: int = 0
     """Times that it was not asked for a while, since it was silent or wrong."""
+    damaged: int = 0
+    """Calls and replies that were changed on the way, as their checksums tell."""
     rows_out: int = 0
     """Token rows sent."""
     rows_back: int = 0

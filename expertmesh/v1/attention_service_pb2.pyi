@@ -325,7 +325,7 @@ class MembershipRequest(_message.Message):
     def __init__(self, expert_map: _Optional[_Union[ExpertMapUpdate, _Mapping]] = ...) -> None: ...
 
 class ExpertObservation(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "calls", "faults", "rows_out", "rows_back", "bytes_out", "bytes_back", "round_trip_us", "compute_us", "last_fault", "hedges", "retries", "late_replies", "ejections")
+    __slots__ = ("worker_id", "incarnation", "calls", "faults", "rows_out", "rows_back", "bytes_out", "bytes_back", "round_trip_us", "compute_us", "last_fault", "hedges", "retries", "late_replies", "ejections", "damaged")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +341,7 @@ class ExpertObservation(_message.Message):
     RETRIES_FIELD_NUMBER: _ClassVar[int]
     LATE_REPLIES_FIELD_NUMBER: _ClassVar[int]
     EJECTIONS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     calls: int
@@ -356,7 +357,8 @@ class ExpertObservation(_message.Message):
     retries: int
     late_replies: int
     ejections: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., calls: _Optional[int] = ..., faults: _Optional[int] = ..., rows_out: _Optional[int] = ..., rows_back: _Optional[int] = ..., bytes_out: _Optional[int] = ..., bytes_back: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., last_fault: _Optional[str] = ..., hedges: _Optional[int] = ..., retries: _Optional[int] = ..., late_replies: _Optional[int] = ..., ejections: _Optional[int] = ...) -> None: ...
+    damaged: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., calls: _Optional[int] = ..., faults: _Optional[int] = ..., rows_out: _Optional[int] = ..., rows_back: _Optional[int] = ..., bytes_out: _Optional[int] = ..., bytes_back: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., last_fault: _Optional[str] = ..., hedges: _Optional[int] = ..., retries: _Optional[int] = ..., late_replies: _Optional[int] = ..., ejections: _Optional[int] = ..., damaged: _Optional[int] = ...) -> None: ...
 
 class MembershipResponse(_message.Message):
     __slots__ = ("epoch", "observations", "num_dropped_pairs")

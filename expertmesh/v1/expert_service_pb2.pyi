@@ -36,18 +36,16 @@ EXPERT_STATE_UNLOADED: ExpertState
 EXPERT_STATE_FAILED: ExpertState
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "shape", "data", "crc32", "row_scales")
+    __slots__ = ("dtype", "shape", "data", "row_scales")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    CRC32_FIELD_NUMBER: _ClassVar[int]
     ROW_SCALES_FIELD_NUMBER: _ClassVar[int]
     dtype: Dtype
     shape: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
-    crc32: int
     row_scales: bytes
-    def __init__(self, dtype: _Optional[_Union[Dtype, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., crc32: _Optional[int] = ..., row_scales: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, dtype: _Optional[_Union[Dtype, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., row_scales: _Optional[bytes] = ...) -> None: ...
 
 class CallId(_message.Message):
     __slots__ = ("gateway", "epoch", "step", "layer", "micro_batch", "attempt")
@@ -66,7 +64,7 @@ class CallId(_message.Message):
     def __init__(self, gateway: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., micro_batch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("id", "incarnation", "model_fingerprint", "hidden_states", "row_offsets", "expert_ids", "num_generated_rows", "time_left_us", "want_crc32")
+    __slots__ = ("id", "incarnation", "model_fingerprint", "hidden_states", "row_offsets", "expert_ids", "num_generated_rows", "time_left_us", "checksum")
     ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -75,7 +73,7 @@ class ForwardRequest(_message.Message):
     EXPERT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_ROWS_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_US_FIELD_NUMBER: _ClassVar[int]
-    WANT_CRC32_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     id: CallId
     incarnation: int
     model_fingerprint: int
@@ -84,11 +82,11 @@ class ForwardRequest(_message.Message):
     expert_ids: bytes
     num_generated_rows: int
     time_left_us: int
-    want_crc32: bool
-    def __init__(self, id: _Optional[_Union[CallId, _Mapping]] = ..., incarnation: _Optional[int] = ..., model_fingerprint: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., row_offsets: _Optional[bytes] = ..., expert_ids: _Optional[bytes] = ..., num_generated_rows: _Optional[int] = ..., time_left_us: _Optional[int] = ..., want_crc32: _Optional[bool] = ...) -> None: ...
+    checksum: int
+    def __init__(self, id: _Optional[_Union[CallId, _Mapping]] = ..., incarnation: _Optional[int] = ..., model_fingerprint: _Optional[int] = ..., hidden_states: _Optional[_Union[Tensor, _Mapping]] = ..., row_offsets: _Optional[bytes] = ..., expert_ids: _Optional[bytes] = ..., num_generated_rows: _Optional[int] = ..., time_left_us: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("id", "incarnation", "outputs", "error", "queue_us", "compute_us", "row_credits")
+    __slots__ = ("id", "incarnation", "outputs", "error", "queue_us", "compute_us", "row_credits", "checksum")
     ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +94,7 @@ class ForwardResponse(_message.Message):
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     ROW_CREDITS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     id: CallId
     incarnation: int
     outputs: Tensor
@@ -103,7 +102,8 @@ class ForwardResponse(_message.Message):
     queue_us: int
     compute_us: int
     row_credits: int
-    def __init__(self, id: _Optional[_Union[CallId, _Mapping]] = ..., incarnation: _Optional[int] = ..., outputs: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[ForwardError, _Mapping]] = ..., queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., row_credits: _Optional[int] = ...) -> None: ...
+    checksum: int
+    def __init__(self, id: _Optional[_Union[CallId, _Mapping]] = ..., incarnation: _Optional[int] = ..., outputs: _Optional[_Union[Tensor, _Mapping]] = ..., error: _Optional[_Union[ForwardError, _Mapping]] = ..., queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., row_credits: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ForwardError(_message.Message):
     __slots__ = ("code", "message", "expert_ids")

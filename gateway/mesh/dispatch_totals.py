@@ -44,6 +44,7 @@ def _sum(old: DispatchStats, seen: pb.ExpertObservation) -> DispatchStats:
         retries=old.retries + seen.retries,
         late_replies=old.late_replies + seen.late_replies,
         ejections=old.ejections + seen.ejections,
+        damaged=old.damaged + seen.damaged,
         rows_out=old.rows_out + seen.rows_out,
         rows_back=old.rows_back + seen.rows_back,
         bytes_out=old.bytes_out + seen.bytes_out,

@@ -6,6 +6,7 @@ It forwards bytes: what it counts is what was on the wire.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,12 +44,13 @@ class CountingProxy(GrpcRelay):
         self._lock = threading.Lock()
         self._calls: list[SeenCall] = []
 
-    def asked(self, method: str, message: bytes) -> None:
+    def asked(self, method: str, message: bytes) -> Iterable[bytes]:
         """Remembers a call."""
         if method == FORWARD:
             call = _seen(pb.ForwardRequest.FromString(message))
             with self._lock:
                 self._calls.append(call)
+        return (message,)
 
     def take(self) -> list[SeenCall]:
         """The calls since the last take, in the order of arrival."""

@@ -14,11 +14,20 @@ import pytest
 from expert_worker.compiled_calls import CompiledCalls
 from expert_worker.direct_server import DirectServer
 from expert_worker.server import ExpertServer
+from expertmesh.checksum import SEAL_BYTES, sealed
 from expertmesh.direct import connect, read_offer, receive_exactly
 from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, WireDtype
-from expertmesh.wire_encode import LENGTH, CallId, CallTarget, Parts, RequestFrame, join_message
+from expertmesh.wire_encode import (
+    LENGTH,
+    CallId,
+    CallTarget,
+    Parts,
+    RequestFrame,
+    frame_of,
+    join_message,
+)
 from expertmesh_kernels.dispatch import WorkerRows
 from tests.support.expert_wire import TIMEOUT_S
 
@@ -35,9 +44,9 @@ def connection_to(server: ExpertServer) -> Iterator[socket.socket]:
             yield opened
 
 
-def framed(message: bytes) -> bytes:
-    """A message behind its length."""
-    return LENGTH.pack(len(message)) + message
+def framed(body: bytes) -> bytes:
+    """A message with its seal, behind its length."""
+    return b"".join(frame_of(sealed(body)))
 
 
 def read_reply(opened: socket.socket) -> pb.ForwardResponse:
@@ -51,9 +60,9 @@ def read_frame(opened: socket.socket) -> bytes:
     return receive_exactly(opened, length)
 
 
-def ask(opened: socket.socket, message: bytes) -> pb.ForwardResponse:
-    """The reply to a message."""
-    opened.sendall(framed(message))
+def ask(opened: socket.socket, body: bytes) -> pb.ForwardResponse:
+    """The reply to a message, which is sealed here."""
+    opened.sendall(framed(body))
     return read_reply(opened)
 
 
@@ -65,8 +74,8 @@ def reply_of_python(server: ExpertServer, message: bytes) -> bytes:
 
 def timeless(reply: pb.ForwardResponse) -> bytes:
     """A reply without what differs from time to time."""
-    reply.ClearField("queue_us")
-    reply.ClearField("compute_us")
+    for field in ("queue_us", "compute_us", "checksum"):
+        reply.ClearField(field)
     return reply.SerializeToString(deterministic=True)
 
 
@@ -103,9 +112,9 @@ class Caller:
 
     def message(
         self, num_rows: int, *, layer: int = 1, step: int = 1, dtype: WireDtype | None = None,
-        time_left_us: int = 0, crc: bool = False,
+        time_left_us: int = 0,
     ) -> bytes:  # fmt: skip
-        """A call of so many rows."""
+        """A call of so many rows, not sealed."""
         rng, limits = self._rng, self._limits
         used = [self._ids(layer) for _ in range(num_rows)]
         offsets = np.cumsum([0, *map(len, used)]).astype(np.uint32)
@@ -117,13 +126,13 @@ class Caller:
         target = CallTarget(limits.incarnation, limits.model_fingerprint)
         frame = RequestFrame(
             call_id, target, rows, limits.hidden_size, dtype or limits.dtype,
-            time_left_us=time_left_us, crc=crc,
+            time_left_us=time_left_us,
         )  # fmt: skip
         x_RH = rng.standard_normal((num_rows, limits.hidden_size), np.float32)
         frame.rows_RH[:] = as_travels(x_RH, dtype or limits.dtype)
         frame.scales_R[:] = 0.01
         frame.finish()
-        return frame.message
+        return frame.message[:-SEAL_BYTES]
 
     def _ids(self, layer: int) -> npt.NDArray[np.uint32]:
         most = min(self._experts, self._limits.gates[layer].top_k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,16 +17,18 @@ from expert_worker.servicer import ExpertServicer
 from expert_worker.state import WorkerIdentity, WorkerState
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.checksum import sealed
 from expertmesh.grpc_options import server_options
 from expertmesh.model_config import DtypeName
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
-from expertmesh.wire import Received, incarnation
+from expertmesh.wire import Received, incarnation, sealed_receiver
 from expertmesh.wire_encode import Parts, frame_of, join_message
 
 ROW_CREDITS = 256
 Answer = Callable[[pb.ForwardRequest, pb.ForwardResponse], Iterable[pb.ForwardResponse]]
 """Takes a request and the right reply; what is sent instead."""
+Spoil = Callable[[bytes], bytes]
 
 
 def loaded_store(checkpoint: Checkpoint, dtype: DtypeName, experts: str = "all") -> ExpertStore:
@@ -108,12 +109,17 @@ def map_of(checkpoint: Checkpoint, entries: Iterable[ExpertWorkerEntry]) -> Expe
 
 
 class FaultyServer:
-    """Serves Forward; computes right replies and sends what `answer` makes of them."""
+    """Serves Forward; computes right replies and sends what `answer` makes of them.
+
+    `spoil_call` and `spoil_reply` change the bytes of messages on the way.
+    """
 
     def __init__(
         self, store: ExpertStore, answer: Answer, worker_id: str = "faulty", *, direct: bool
     ) -> None:
         self.requests: list[pb.ForwardRequest] = []
+        self.spoil_call: Spoil = bytes
+        self.spoil_reply: Spoil = bytes
         self._answer = answer
         self._contexts: list[grpc.ServicerContext] = []
         self._state = WorkerState(identity(worker_id), store)
@@ -126,10 +132,12 @@ class FaultyServer:
         )
         for layer, held in list(store.residency().items())[:1]:
             self._servicer.warm_up(layer, held.resident[0])
-        self._direct.serve(ParsedCalls(self._answer_directly, 2**24).answer_all)
+        calls = ParsedCalls(self._answer_directly, 2**24)
+        calls._parse = self._receive
+        self._direct.serve(calls.answer_all)
         self._pool = ThreadPoolExecutor(8, "faulty-server")
         handler = grpc.stream_stream_rpc_method_handler(
-            self._forward, pb.ForwardRequest.FromString, pb.ForwardResponse.SerializeToString
+            self._forward, self._receive, self._message_of
         )
         self._server = grpc.server(self._pool, options=server_options(2**24))
         self._server.add_generic_rpc_handlers(
@@ -158,23 +166,33 @@ class FaultyServer:
         self._maintenance.stop()
 
     def _forward(
-        self, requests: Iterator[pb.ForwardRequest], context: grpc.ServicerContext
+        self, requests: Iterator[Received[pb.ForwardRequest]], context: grpc.ServicerContext
     ) -> Iterator[pb.ForwardResponse]:
         with self._direct.offer() as metadata:
             context.send_initial_metadata(metadata)
             self._contexts.append(context)
-            for request in requests:
-                yield from self._replies(Received(request, time.monotonic()))
+            for received in requests:
+                yield from self._replies(received)
 
     def _answer_directly(self, received: Received[pb.ForwardRequest]) -> Parts:
         replies = self._replies(received)
-        return [part for reply in replies for part in frame_of(reply.SerializeToString())]
+        return [part for reply in replies for part in frame_of(self._message_of(reply))]
 
     def _replies(self, received: Received[pb.ForwardRequest]) -> Iterable[pb.ForwardResponse]:
         assert received.message is not None
         self.requests.append(received.message)
         message = join_message(self._servicer.answer(received))
         return self._answer(received.message, pb.ForwardResponse.FromString(message))
+
+    def _receive(self, message: bytes) -> Received[pb.ForwardRequest]:
+        return sealed_receiver(pb.ForwardRequest)(self.spoil_call(message))
+
+    def _message_of(self, reply: pb.ForwardResponse) -> bytes:
+        """Whatever `answer` made of it, its checksum was right when it left."""
+        body = pb.ForwardResponse()
+        body.CopyFrom(reply)
+        body.ClearField("checksum")
+        return self.spoil_reply(sealed(body.SerializeToString()))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expert_worker import backend
 from expert_worker.server import SERVICE, ExpertServer
+from expertmesh.checksum import sealed
 from expertmesh.grpc_options import channel_options
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import encode_tensor, fingerprint64
@@ -47,12 +48,12 @@ def request(server: ExpertServer, **fields: object) -> pb.ForwardRequest:
 
 
 class RawStream:
-    """A Forward stream that sends any bytes, and reads one reply for each."""
+    """A Forward stream that seals and sends any bytes, and reads one reply for each."""
 
     def __init__(self, opened: grpc.Channel, messages: Iterable[bytes]) -> None:
         self._replies = opened.stream_stream(
             f"/{SERVICE}/Forward",
-            request_serializer=bytes,
+            request_serializer=sealed,
             response_deserializer=pb.ForwardResponse.FromString,
         )(iter(messages), timeout=TIMEOUT_S)
 

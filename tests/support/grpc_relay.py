@@ -49,8 +49,9 @@ class GrpcRelay:
         self._channel.close()
         self._pool.shutdown()
 
-    def asked(self, method: str, message: bytes) -> None:
-        """A message on its way there."""
+    def asked(self, method: str, message: bytes) -> Iterable[bytes]:
+        """What becomes of a message on its way there."""
+        return (message,)
 
     def answered(self, method: str, message: bytes) -> Iterable[bytes]:
         """What becomes of a message on its way back."""
@@ -60,7 +61,7 @@ class GrpcRelay:
         self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(method)
-        replies = call(self._noted(method, requests))
+        replies = call(self._all_asked(method, requests))
         context.add_callback(lambda: _end(replies))
         context.send_initial_metadata(())
         try:
@@ -70,10 +71,9 @@ class GrpcRelay:
             if context.is_active() and isinstance(error, grpc.Call):
                 context.abort(error.code(), error.details() or "")
 
-    def _noted(self, method: str, requests: Iterator[bytes]) -> Iterator[bytes]:
+    def _all_asked(self, method: str, requests: Iterator[bytes]) -> Iterator[bytes]:
         for message in requests:
-            self.asked(method, message)
-            yield message
+            yield from self.asked(method, message)
 
 
 class _AllMethods(grpc.GenericRpcHandler):

@@ -15,6 +15,7 @@ from expertmesh_kernels.cpu import exchange_words as words
 from expertmesh_kernels.cpu import messages as pb
 from expertmesh_kernels.cpu import sockets
 from expertmesh_kernels.cpu.call_times import see
+from expertmesh_kernels.cpu.checksum import is_sealed
 from expertmesh_kernels.cpu.combine import combine
 from expertmesh_kernels.cpu.exchange_send import send_more
 from expertmesh_kernels.cpu.exchange_words import UNUSUAL, Bytes, Words
@@ -158,6 +159,8 @@ def _take(
     Only the checks that find out whether it is; who else looks at it says what is wrong.
     """
     begin = int(np.int64(_LENGTH_BYTES))  # a constant would be another type
+    if not is_sealed(buffer, begin, end):
+        return False
     if not pb.scan(buffer, begin, end, pb.RESPONSE_KINDS, values, lengths):
         return False
     if values[pb.RESPONSE_INCARNATION] != link[words.LINK_INCARNATION]:
@@ -216,7 +219,7 @@ def _find_data(
         return -1
     if values[pb.TENSOR_DTYPE] != state[words.STATE_DTYPE]:
         return -1
-    if lengths[pb.TENSOR_CRC32] != pb.ABSENT or lengths[pb.TENSOR_ROW_SCALES] != pb.ABSENT:
+    if lengths[pb.TENSOR_ROW_SCALES] != pb.ABSENT:
         return -1
     pairs, hidden = call[words.CALL_PAIRS], state[words.STATE_HIDDEN]
     shape_end = values[pb.TENSOR_SHAPE] + lengths[pb.TENSOR_SHAPE]

@@ -14,6 +14,7 @@ from expertmesh_kernels.cpu import exchange_words as words
 from expertmesh_kernels.cpu import messages as pb
 from expertmesh_kernels.cpu import sockets
 from expertmesh_kernels.cpu.call_times import class_of, late_after_ns
+from expertmesh_kernels.cpu.checksum import SEAL_BYTES, put_seal
 from expertmesh_kernels.cpu.copies import NUM_EXPERTS, NUM_SOLE, choose_copies, set_costs
 from expertmesh_kernels.cpu.dispatch import count_rows, fill_rows
 from expertmesh_kernels.cpu.exchange_words import Bytes, Route, Words
@@ -190,6 +191,8 @@ def _put_frame(
     frames = array_at(state[words.STATE_FRAMES], at + overhead, words.BYTES)
     rows_at = _put_head(state, link, call, worker, frames, at + _LENGTH_BYTES, time_left_us)
     end = _put_rows(state, call, rows_at, rows_address, broken_T)
+    frames = array_at(state[words.STATE_FRAMES], end + SEAL_BYTES, words.BYTES)
+    end = put_seal(frames, at + _LENGTH_BYTES, end)
     pb.put_fixed(frames, at, end - at - _LENGTH_BYTES, _LENGTH_BYTES)
     call[words.CALL_SEND_AT], call[words.CALL_SEND_END] = at, end
     return end

@@ -1,7 +1,7 @@
 """ForwardRequests as most are, read and checked in compiled code; their replies written.
 
-`read_call` takes what `expertmesh.wire_forward` takes, less what is rare: int8, checksums, calls
-without rows. Whatever it does not take goes to Python, which answers it or says what is wrong; so
+`read_call` takes what `expertmesh.wire_forward` takes, less what is rare: int8, calls without
+rows. Whatever it does not take goes to Python, which answers it or says what is wrong; so
 nothing is refused here. Replies are, byte by byte, those of `expertmesh.wire_encode`.
 
 Shape letters: R rows of a call, N pairs (row, expert), H hidden size, E experts, L layers of the
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.checksum import SEAL_BYTES, is_sealed
 from expertmesh_kernels.cpu.frames import LENGTH_BYTES
 from expertmesh_kernels.cpu.jit import njit
 from expertmesh_kernels.cpu.memory import copy_bytes
@@ -36,14 +37,12 @@ from expertmesh_kernels.cpu.messages import (
     REQUEST_NUM_GENERATED_ROWS,
     REQUEST_ROW_OFFSETS,
     REQUEST_TIME_LEFT_US,
-    REQUEST_WANT_CRC32,
     RESPONSE_COMPUTE_US,
     RESPONSE_ID,
     RESPONSE_INCARNATION,
     RESPONSE_OUTPUTS,
     RESPONSE_QUEUE_US,
     RESPONSE_ROW_CREDITS,
-    TENSOR_CRC32,
     TENSOR_DATA,
     TENSOR_DTYPE,
     TENSOR_KINDS,
@@ -136,6 +135,8 @@ def read_call(
     """A call of which everything is right but what is in its rows and pairs, or False."""
     values, lengths = fields.request
     call = Call(0, 0, 0, 0, 0, 0, 0)
+    if not is_sealed(buffer, begin, end):
+        return False, call
     if not scan(buffer, begin, end, REQUEST_KINDS, values, lengths):
         return False, call
     if not (_is_for_us(values, limits) and _read_call_id(buffer, values, lengths, fields.call_id)):
@@ -164,11 +165,10 @@ def read_call(
 
 @njit
 def _is_for_us(values: NDArray[np.int64], limits: Limits) -> bool:
-    """Incarnation, model, and nothing that is asked for rarely."""
+    """Incarnation and model, and a number that is one."""
     return (
         values[REQUEST_INCARNATION] == limits.incarnation
         and values[REQUEST_MODEL_FINGERPRINT] == limits.model_fingerprint
-        and values[REQUEST_WANT_CRC32] == 0
         and _is_uint32(values[REQUEST_TIME_LEFT_US])
     )
 
@@ -205,7 +205,7 @@ def _read_hidden_states(
     ):
         return -1
     numbers, sizes = found
-    if numbers[TENSOR_DTYPE] != limits.dtype_code or sizes[TENSOR_CRC32] != ABSENT:
+    if numbers[TENSOR_DTYPE] != limits.dtype_code:
         return -1
     if sizes[TENSOR_ROW_SCALES] != ABSENT or sizes[TENSOR_SHAPE] == ABSENT:
         return -1
@@ -237,6 +237,8 @@ def put_reply_head(
 ) -> int:
     """Everything of a framed ForwardResponse that comes before its outputs at REPLY_DATA_AT.
 
+    A seal is to follow the outputs.
+
     Returns where it begins.
     """
     num_bytes = call.num_pairs * limits.hidden_size * limits.itemsize
@@ -255,7 +257,7 @@ def put_reply_head(
     at = put_varint(reply, at, call.num_pairs)
     at = put_varint(reply, at, limits.hidden_size)
     at = put_length(reply, at, TENSOR_DATA, num_bytes)
-    put_fixed(reply, 0, at - LENGTH_BYTES + num_bytes, LENGTH_BYTES)
+    put_fixed(reply, 0, at - LENGTH_BYTES + num_bytes + SEAL_BYTES, LENGTH_BYTES)
     begin = REPLY_DATA_AT - at
     copy_bytes(reply.ctypes.data + begin, reply.ctypes.data, at)
     return begin

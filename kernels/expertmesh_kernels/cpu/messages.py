@@ -18,7 +18,7 @@ from expertmesh_kernels.cpu.jit import njit
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
-VARINT, FIXED64, LEN, FIXED32 = 0, 1, 2, 5
+VARINT, FIXED64, LEN = 0, 1, 2
 """Wire types."""
 _NO_FIELD = 8
 """In a table of kinds: no wire type."""
@@ -31,24 +31,26 @@ CALL_ID_GATEWAY, CALL_ID_EPOCH, CALL_ID_STEP, CALL_ID_LAYER = 1, 2, 3, 4
 CALL_ID_MICRO_BATCH, CALL_ID_ATTEMPT = 5, 6
 REQUEST_ID, REQUEST_INCARNATION, REQUEST_MODEL_FINGERPRINT, REQUEST_HIDDEN_STATES = 1, 2, 3, 4
 REQUEST_ROW_OFFSETS, REQUEST_EXPERT_IDS, REQUEST_NUM_GENERATED_ROWS = 5, 6, 7
-REQUEST_TIME_LEFT_US, REQUEST_WANT_CRC32 = 8, 9
+REQUEST_TIME_LEFT_US = 8
 RESPONSE_ID, RESPONSE_INCARNATION, RESPONSE_OUTPUTS, RESPONSE_ERROR = 1, 2, 3, 4
 RESPONSE_QUEUE_US, RESPONSE_COMPUTE_US, RESPONSE_ROW_CREDITS = 5, 6, 7
-TENSOR_DTYPE, TENSOR_SHAPE, TENSOR_DATA, TENSOR_CRC32, TENSOR_ROW_SCALES = 1, 2, 3, 4, 5
+TENSOR_DTYPE, TENSOR_SHAPE, TENSOR_DATA, TENSOR_ROW_SCALES = 1, 2, 3, 5
+REQUEST_CHECKSUM = RESPONSE_CHECKSUM = SEAL = 15
+"""The last field of either; see `expertmesh_kernels.cpu.checksum`."""
 
 
-def _kinds(*kinds: int) -> Numbers:
-    """Wire types of the fields 1, 2, ... of a message, by field number."""
-    missing = [_NO_FIELD] * (NUM_FIELDS - 1 - len(kinds))
-    table = np.array([_NO_FIELD, *kinds, *missing], np.int64)
+def _kinds(*kinds: int, last: int = _NO_FIELD) -> Numbers:
+    """Wire types of the fields 1, 2, ... and of `SEAL` of a message, by field number."""
+    missing = [_NO_FIELD] * (SEAL - 1 - len(kinds))
+    table = np.array([_NO_FIELD, *kinds, *missing, last], np.int64)
     table.flags.writeable = False  # as compiled code sees it, so that `scan` is compiled once
     return table
 
 
 CALL_ID_KINDS = _kinds(FIXED64, VARINT, VARINT, VARINT, VARINT, VARINT)
-REQUEST_KINDS = _kinds(LEN, FIXED64, FIXED64, LEN, LEN, LEN, VARINT, VARINT, VARINT)
-RESPONSE_KINDS = _kinds(LEN, FIXED64, LEN, LEN, VARINT, VARINT, VARINT)
-TENSOR_KINDS = _kinds(VARINT, LEN, LEN, FIXED32, LEN)
+REQUEST_KINDS = _kinds(LEN, FIXED64, FIXED64, LEN, LEN, LEN, VARINT, VARINT, last=FIXED64)
+RESPONSE_KINDS = _kinds(LEN, FIXED64, LEN, LEN, VARINT, VARINT, VARINT, last=FIXED64)
+TENSOR_KINDS = _kinds(VARINT, LEN, LEN, _NO_FIELD, LEN)
 """For `scan`. A shape is packed: a run of varints."""
 
 
@@ -82,12 +84,11 @@ def scan(
             return False
         at += 1
         lengths[field] = 0
-        if kind in (FIXED64, FIXED32):
-            size = 8 if kind == FIXED64 else 4
-            if end - at < size:
+        if kind == FIXED64:
+            if end - at < 8:
                 return False
-            values[field] = get_fixed(buffer, at, size)
-            at += size
+            values[field] = get_fixed(buffer, at, 8)
+            at += 8
             continue
         value, at = get_varint(buffer, at, end)
         if at < 0:
@@ -165,13 +166,6 @@ def put_fixed64(buffer: Bytes, at: int, field: int, value: int) -> int:
     """A field of 8 bytes."""
     buffer[at] = np.uint8(field << 3 | FIXED64)
     return put_fixed(buffer, at + 1, value, 8)
-
-
-@njit
-def put_fixed32(buffer: Bytes, at: int, field: int, value: int) -> int:
-    """A field of 4 bytes."""
-    buffer[at] = np.uint8(field << 3 | FIXED32)
-    return put_fixed(buffer, at + 1, value, 4)
 
 
 @njit

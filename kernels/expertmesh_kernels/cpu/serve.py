@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from expertmesh_kernels.cpu.checksum import SEAL_BYTES, put_seal
 from expertmesh_kernels.cpu.dispatch import copy_rows, unpack_pairs
 from expertmesh_kernels.cpu.forward_call import (
     NUM_EXPERTS,
@@ -42,6 +43,7 @@ from expertmesh_kernels.cpu.frames import (
     ERRNO,
     FAILED,
     FOUND,
+    LENGTH_BYTES,
     MESSAGE,
     MESSAGE_END,
     NEED_REPLY,
@@ -173,7 +175,8 @@ def _begin(
         return UNUSUAL, call
     _note_step(words, fields.call_id[0])
     words[NEED_SCRATCH] = _places(call, limits).end
-    words[NEED_REPLY] = REPLY_DATA_AT + call.num_pairs * limits.hidden_size * limits.itemsize
+    num_bytes = call.num_pairs * limits.hidden_size * limits.itemsize
+    words[NEED_REPLY] = REPLY_DATA_AT + num_bytes + SEAL_BYTES
     if words[NEED_SCRATCH] > scratch.size or words[NEED_REPLY] > reply.size:
         return NEEDS_MEMORY, call
     if not _unpack(address_of(buffer), address_of(scratch), call, limits, layers_LF, like_bits):
@@ -218,6 +221,7 @@ def _finish(
         queue_us = (words[STARTED_NS] - words[RECEIVED_NS]) // _NS_PER_US
         _count(scratch, call, limits, compute_us, counts)
         begin = put_reply_head(reply, call, fields.call_id[0], limits, queue_us, compute_us)
+        put_seal(reply, begin + LENGTH_BYTES, words[NEED_REPLY] - SEAL_BYTES)
         words[ERRNO] = send_all(fd, reply, begin, words[NEED_REPLY])
         end = FOUND if words[ERRNO] == 0 else FAILED
     add_word(in_flight, -1)

@@ -12,6 +12,7 @@ from attention_worker import direct_connection
 from expert_worker.direct_server import DirectServer, ParsedCalls
 from expertmesh import direct
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.checksum import sealed
 from expertmesh.direct import TOKEN_BYTES, read_offer
 from expertmesh.errors import ExpertUnavailableError, PortError
 from expertmesh.wire_encode import LENGTH, frame_of
@@ -135,7 +136,7 @@ def test_reply_that_is_none(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPa
         remote(checkpoint, [server.entry]) as there,
     ):
         wait_direct(there)
-        with pytest.raises(ExpertUnavailableError, match="2 bytes are not a reply"):
+        with pytest.raises(ExpertUnavailableError, match="2 bytes does not match its checksum"):
             work(4).run(there)
 
 
@@ -154,7 +155,7 @@ def test_only_streams_have_connections(listening: DirectServer) -> None:
             with pytest.raises(direct.DirectConnectionError):
                 _connect(listening, token)
             connection.settimeout(TIMEOUT_S)
-            connection.sendall(b"".join(frame_of(b"hello")))
+            connection.sendall(b"".join(frame_of(sealed(b"hello"))))
             assert connection.recv(100) == LENGTH.pack(4) + b"done"
     with listening.offer() as metadata:
         _, token = read_offer(metadata[0][1])

@@ -21,6 +21,7 @@ from attention_worker.loopback import Loopback
 from attention_worker.remote_call import Progress, RemoteCall
 from attention_worker.row_writer import row_writer
 from expertmesh import direct
+from expertmesh.checksum import SEAL_BYTES, sealed
 from expertmesh.model_config import DtypeName
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import NUMPY_DTYPES, RawArray
@@ -32,6 +33,7 @@ from expertmesh.wire_encode import (
     ReplyHead,
     RequestFrame,
     encode_reply,
+    frame_of,
 )
 from expertmesh.wire_forward import view_outputs
 from expertmesh_kernels.combine import combine
@@ -129,13 +131,13 @@ def reply_to(
     outputs = torch.from_numpy(values).to(TORCH_DTYPES[dtype])
     bits = outputs.view(torch.uint8).numpy().view(NUMPY_DTYPES[dtype])
     head = ReplyHead(request.id.SerializeToString(), 1, 7, 1234 + seed, 90)
-    parts: Parts = encode_reply(head, bits, dtype, crc=False)
+    parts: Parts = encode_reply(head, bits, dtype)
     response = pb.ForwardResponse.FromString(b"".join(parts)[LENGTH.size :])
     if change is nothing:
         return b"".join(parts), bits
     change(response)
-    message = response.SerializeToString()
-    return LENGTH.pack(len(message)) + message, bits
+    response.ClearField("checksum")
+    return b"".join(frame_of(sealed(response.SerializeToString()))), bits
 
 
 def nothing(response: pb.ForwardResponse) -> None:
@@ -235,7 +237,6 @@ WRONG: dict[str, Callable[[pb.ForwardResponse], object]] = {
     "three extents": lambda r: r.outputs.shape.append(1),
     "no data": lambda r: r.outputs.ClearField("data"),
     "short data": lambda r: setattr(r.outputs, "data", r.outputs.data[:-4]),
-    "CRC": lambda r: setattr(r.outputs, "crc32", 5),
     "scales": lambda r: setattr(r.outputs, "row_scales", b"1234"),
     "not finite": lambda r: setattr(
         r.outputs, "data", r.outputs.data[:-4] + np.float32(np.nan).tobytes()
@@ -270,8 +271,9 @@ def test_replies_with_wrong_bytes() -> None:
             assert sent is not None
             reply = bytearray(reply_to(there.frame(0), "float32", seed, nothing)[0])
             near = len(reply) if seed % 3 else 90  # most of a reply is data
-            for at in rng.integers(LENGTH.size, near, 1 + seed % 2):
+            for at in rng.integers(LENGTH.size, near - SEAL_BYTES, 1 + seed % 2):
                 reply[at] = rng.integers(256)
+            reply[LENGTH.size :] = sealed(reply[LENGTH.size : -SEAL_BYTES])
             there.peers[0].sendall(reply)
             try:
                 combined_TH = sent.result()
@@ -288,6 +290,31 @@ def test_replies_with_wrong_bytes() -> None:
             outputs_SH = outputs_NH[np.argsort(np.argsort(todo.routing.topk_ids_TK[0]))]
             assert torch.equal(combined_TH, combine(outputs_SH, todo.routing.topk_weights_TK))
     assert 50 < num_taken < 250
+
+
+def test_flipped_bits() -> None:
+    """A reply of which any one bit is another is not taken, and is there for Python to read."""
+    with bench(num_workers=1) as there:
+        num_bits = 8 * len(reply_to_first(there))
+        for bit in range(8 * LENGTH.size, num_bits, 5):
+            sent = there.send(1)
+            reply = bytearray(reply_to(there.frame(0), "float32", 0, nothing)[0])
+            reply[bit // 8] ^= 1 << bit % 8
+            there.peers[0].sendall(reply)
+            with pytest.raises(TakenOverError):
+                sent.result()
+            connection = there.streams[0].open_exchange()
+            assert connection is not None
+            assert [LENGTH.pack(len(m)) + m for m in connection.receive()] == [bytes(reply)]
+
+
+def reply_to_first(there: Bench) -> bytes:
+    """A reply that was taken."""
+    sent = there.send(1)
+    reply, _ = reply_to(there.frame(0), "float32", 0, nothing)
+    there.peers[0].sendall(reply)
+    sent.result()
+    return reply
 
 
 def poll_readable(stream: Loopback) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.checksum import SEAL_BYTES
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -60,7 +62,6 @@ WRONG_REPLIES: dict[str, tuple[Callable[[pb.ForwardResponse], object], str]] = {
     "too few rows": (lambda r: r.outputs.shape.__setitem__(0, 2), "data has"),
     "other dtype": (lambda r: setattr(r.outputs, "dtype", pb.DTYPE_FLOAT16), "data has"),
     "short data": (lambda r: setattr(r.outputs, "data", r.outputs.data[:-4]), "data has"),
-    "wrong CRC": (lambda r: setattr(r.outputs, "crc32", 5), "CRC-32"),
     "not finite": (corrupt_data, "NaN"),
     "other life": (lambda r: setattr(r, "incarnation", 3), "incarnation of the reply"),
     "error": (
@@ -106,6 +107,88 @@ def test_wrong_reply_without_another_copy(checkpoint: Checkpoint, direct: bool) 
             to_expert(2).run(there)
         assert caught.value.missing == ((1, 2), (1, 3))
         assert f"expert worker faulty at 127.0.0.1:{bad.port}: outputs have" in str(caught.value)
+
+
+def flip(bit: int, times: int = 2**30) -> Callable[[bytes], bytes]:
+    """Flips a bit, counted from the end of the message, of so many messages."""
+    numbers = itertools.count()
+
+    def spoil(message: bytes) -> bytes:
+        flipped = bytearray(message)
+        if next(numbers) < times:
+            flipped[-1 - bit // 8] ^= 1 << bit % 8
+        return bytes(flipped)
+
+    return spoil
+
+
+ON_THE_WAY = {"call": "the call came changed", "reply": "does not match its checksum"}
+PAYLOAD_BIT = 8 * SEAL_BYTES + 1000
+
+
+@pytest.mark.parametrize("spoiled", ON_THE_WAY)
+@pytest.mark.parametrize("bit", [5, PAYLOAD_BIT], ids=["checksum", "payload"])
+def test_flipped_bit_is_a_fault_and_another_copy_is_asked(
+    checkpoint: Checkpoint, direct: bool, spoiled: str, bit: int
+) -> None:
+    """Of calls and of replies; who sends or gets them so twice is ejected."""
+    store = loaded_store(checkpoint, "float32")
+    todo = to_expert(2)  # even experts prefer the first expert worker
+    with (
+        faulty_server(store, right, "a", direct=direct) as bad,
+        expert_server(store, direct=direct) as good,
+        remote(checkpoint, [bad.entry, entry_of(good.state, good.port)], direct=direct) as there,
+    ):
+        setattr(bad, f"spoil_{spoiled}", flip(bit))
+        results = [todo.run(there) for _ in range(3)]
+        seen = {entry.worker_id: entry for entry in there.observations()}
+    assert all(torch.equal(todo.run(local(checkpoint)), actual) for actual in results)
+    assert len(bad.requests) == 2
+    assert (seen["a"].calls, seen["a"].faults) == (0, 2)
+    assert (seen["a"].damaged, seen["a"].ejections) == (2, 1)
+    assert ON_THE_WAY[spoiled] in seen["a"].last_fault
+    assert (seen["worker"].calls, seen["worker"].damaged) == (5, 0)
+
+
+@pytest.mark.parametrize("spoiled", ON_THE_WAY)
+def test_flipped_bit_without_another_copy(
+    checkpoint: Checkpoint, direct: bool, spoiled: str
+) -> None:
+    """The same expert worker is asked again, three times in all."""
+    todo = to_expert(2)
+    with (
+        faulty_server(loaded_store(checkpoint, "float32"), right, direct=direct) as sole,
+        remote(checkpoint, [sole.entry], direct=direct) as there,
+    ):
+        setattr(sole, f"spoil_{spoiled}", flip(PAYLOAD_BIT, times=2))
+        assert torch.equal(todo.run(local(checkpoint)), todo.run(there))
+        assert len(sole.requests) == 3
+        setattr(sole, f"spoil_{spoiled}", flip(PAYLOAD_BIT))
+        with pytest.raises(ExpertUnavailableError, match=ON_THE_WAY[spoiled]):
+            todo.run(there)
+        assert len(sole.requests) == 6
+
+
+@pytest.mark.parametrize("spoiled", ON_THE_WAY)
+def test_changed_identity(checkpoint: Checkpoint, direct: bool, spoiled: str) -> None:
+    """If nobody knows whose reply or call it was, all calls fail at once, and others are asked."""
+    store = loaded_store(checkpoint, "float32")
+    todo = to_expert(2)
+
+    def spoil(message: bytes) -> bytes:
+        flipped = bytearray(message)
+        flipped[3] ^= 1  # of the gateway, in the id
+        return bytes(flipped)
+
+    with (
+        faulty_server(store, right, "a", direct=direct) as bad,
+        expert_server(store, direct=direct) as good,
+        remote(checkpoint, [bad.entry, entry_of(good.state, good.port)], direct=direct) as there,
+    ):
+        setattr(bad, f"spoil_{spoiled}", spoil)
+        assert torch.equal(todo.run(local(checkpoint)), todo.run(there))
+        (seen,) = (entry for entry in there.observations() if entry.worker_id == "a")
+    assert (seen.faults, seen.hedges, seen.damaged) == (1, 0, 1)
 
 
 def test_silent_expert_worker_costs_its_deadline_only(checkpoint: Checkpoint, direct: bool) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_worker import expert_stream
+from attention_worker import trust
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import ExpertUnavailableError
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -69,7 +69,7 @@ def test_expert_worker_that_is_right_again_is_used_again(
     checkpoint: Checkpoint, direct: bool, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """After wrong replies of any kind, and as many as exhaust its credits, calls succeed again."""
-    monkeypatch.setattr(expert_stream, "REFUSED_S", 0.1)
+    monkeypatch.setattr(trust, "REFUSED_S", 0.1)
     change = WRONG[name]
     todo = work(NUM_ROWS)
     num_left = NUM_WRONG

@@ -88,7 +88,7 @@ def _encoded(reply: pb.ForwardResponse, dtype: DtypeName) -> bytes:
         reply.row_credits,
     )  # fmt: skip
     outputs_NH, _ = decode_tensor(reply.outputs, "outputs")
-    return join_message(encode_reply(head, outputs_NH.copy(), dtype, crc=False))
+    return join_message(encode_reply(head, outputs_NH.copy(), dtype))
 
 
 def _counted(server: ExpertServer) -> list[int]:

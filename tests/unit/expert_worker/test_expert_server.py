@@ -52,16 +52,14 @@ def server(checkpoint: Checkpoint) -> Iterator[ExpertServer]:
 
 
 def test_reply_has_the_outputs_of_the_experts(server: ExpertServer) -> None:
-    """One row per pair, in the order of the pairs, with the id echoed; a CRC if asked for."""
+    """One row per pair, in the order of the pairs, with the id echoed."""
     message = request(server)
-    message.want_crc32 = True
     with channel(server) as opened:
         (reply,) = RawStream(opened, [message.SerializeToString()]).read()
     assert message.id == reply.id
     assert server.state.identity.incarnation == reply.incarnation
     assert reply.row_credits == ROW_CREDITS
     assert list(reply.outputs.shape) == [3, HIDDEN]
-    assert reply.outputs.HasField("crc32")
     x_RH = torch.ones(2, HIDDEN)
     pairs = np.array([0, 0, 1]), np.array([0, 3, 1])
     expected = raw_array(server.backend.run(1, x_RH, *pairs).outputs_NH)
@@ -77,7 +75,7 @@ def test_wrong_messages_are_answered_and_the_stream_goes_on(server: ExpertServer
     credits = request(server)
     credits.hidden_states.shape[0] = ROW_CREDITS + 1
     cases: list[tuple[bytes, int, str]] = [
-        (b"\xff\xff\xff", E.CODE_INVALID_ARGUMENT, "3 bytes are not a ForwardRequest"),
+        (b"\xff\xff\xff", E.CODE_INVALID_ARGUMENT, "12 bytes are not a ForwardRequest"),
         (good[:-3], E.CODE_INVALID_ARGUMENT, "are not a ForwardRequest"),
         (b"", E.CODE_INVALID_ARGUMENT, "id is missing"),
         (absent.SerializeToString(), E.CODE_EXPERT_NOT_RESIDENT, "layer 1 expert 5"),

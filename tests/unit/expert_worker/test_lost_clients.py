@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from expert_worker.server import SERVICE, ExpertServer
+from expertmesh.checksum import sealed
 from expertmesh.direct import METADATA_KEY, connect, read_offer
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
@@ -45,7 +46,7 @@ class Client:
         self._direct.sendall(framed(message) * 3)
 
     def _requests(self) -> Iterator[bytes]:
-        yield from [self._message] * 3
+        yield from [sealed(self._message)] * 3
         self._ended.wait(TIMEOUT_S)
 
     def vanish(self) -> None:

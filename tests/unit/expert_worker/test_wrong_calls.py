@@ -16,6 +16,8 @@ from tests.support.direct_calls import (
     Caller,
     ask,
     connection_to,
+    framed,
+    read_reply,
     reply_of_python,
     timeless,
 )
@@ -94,7 +96,6 @@ WRONG: dict[str, tuple[Callable[[ExpertServer], pb.ForwardRequest], E.Code]] = {
         _hidden(lambda t: setattr(t, "data", t.data[4:])),
         E.CODE_INVALID_ARGUMENT,
     ),
-    "CRC-32": (_hidden(lambda t: setattr(t, "crc32", 5)), E.CODE_DATA_LOSS),
     "row_scales has 8 bytes": (
         _hidden(lambda t: setattr(t, "row_scales", bytes(8))),
         E.CODE_INVALID_ARGUMENT,
@@ -185,14 +186,33 @@ def test_bytes_that_are_changed(server: ExpertServer) -> None:
 def test_what_is_rare_is_answered_by_python(
     server: ExpertServer, unusual: list[pb.ForwardRequest]
 ) -> None:
-    """int8 rows, checksums, calls without rows."""
-    caller = Caller(server, 4)
+    """int8 rows."""
     with connection_to(server) as opened:
-        for message in (caller.message(3, dtype="int8"), caller.message(3, crc=True)):
-            reply = ask(opened, message)
-            assert reply.HasField("outputs")
-        assert reply.outputs.HasField("crc32")
-        assert [call.want_crc32 for call in unusual] == [False, True]
+        assert ask(opened, Caller(server, 4).message(3, dtype="int8")).HasField("outputs")
+        assert [call.hidden_states.dtype for call in unusual] == [pb.DTYPE_INT8]
+
+
+def test_flipped_bits(server: ExpertServer) -> None:
+    """A call that came with another bit is answered with an error; if it is no message any more,
+    its connection ends.
+    """
+    good = framed(request(server, time_left_us=10**9).SerializeToString())
+    num_ended = 0
+    for bit in range(8 * LENGTH.size, 8 * len(good), 37):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with connection_to(server) as opened:
+            opened.sendall(flipped)
+            reply = read_reply(opened)
+            assert reply.error.code == E.CODE_DATA_LOSS
+            if reply.HasField("id"):
+                opened.sendall(good)
+                assert read_reply(opened).HasField("outputs")
+            else:
+                num_ended += 1
+                assert opened.recv(1) == b""
+    assert 0 < num_ended < 30
+    assert server.state.load().pairs == 3 * server.state.load().calls
 
 
 def test_message_that_is_too_long(server: ExpertServer) -> None:

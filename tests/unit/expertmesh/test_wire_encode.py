@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertmesh import wire
+from expertmesh.checksum import SEAL_BYTES, checksum, is_sealed
 from expertmesh.direct import (
     BUFFER_SIZE,
     BUFFER_USED,
@@ -65,7 +65,6 @@ def filled(shape: tuple[int, int], dtype: WireDtype) -> wire.RawArray:
     st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
     UINT32,
     st.integers(0, 2**40),
-    st.booleans(),
 )
 def test_request_is_what_the_generated_class_says(
     call_id: CallId,
@@ -76,7 +75,6 @@ def test_request_is_what_the_generated_class_says(
     dtype: WireDtype,
     generated: int,
     time_left_us: int,
-    crc: bool,
 ) -> None:
     """Field by field, for any values; with the length of the message in front."""
     rows = Rows(
@@ -86,7 +84,7 @@ def test_request_is_what_the_generated_class_says(
     )
     frame = RequestFrame(
         call_id, CallTarget(incarnation, fingerprint), rows, hidden_size, dtype,
-        time_left_us=time_left_us, crc=crc,
+        time_left_us=time_left_us,
     )  # fmt: skip
     assert frame.rows_RH.flags.aligned
     frame.rows_RH[:] = filled((num_rows, hidden_size), dtype)
@@ -101,15 +99,15 @@ def test_request_is_what_the_generated_class_says(
             dtype=wire.WIRE_CODES[dtype],
             shape=[num_rows, hidden_size],
             data=data,
-            crc32=zlib.crc32(data) if crc else None,
             row_scales=np.full(num_rows, 0.5, "<f4").tobytes() if dtype == "int8" else b"",
         ),
         row_offsets=rows.row_offsets.tobytes(),
         expert_ids=rows.expert_ids_N.tobytes(),
         num_generated_rows=generated,
         time_left_us=min(time_left_us, 2**32 - 1),
-        want_crc32=crc,
     )
+    assert is_sealed(frame.message)
+    expected.checksum = checksum(frame.message[:-SEAL_BYTES])
     assert pb.ForwardRequest.FromString(frame.message) == expected
     assert (len(frame.message),) == LENGTH.unpack(frame.framed[: LENGTH.size])
     assert bytes(frame.framed[LENGTH.size :]) == frame.message
@@ -122,15 +120,14 @@ def test_request_is_what_the_generated_class_says(
     UINT32,
     SIZES,
     st.sampled_from(["float32", "bfloat16", "float16"]),
-    st.booleans(),
 )
 def test_reply_is_what_the_generated_class_says(
-    call_id: CallId, incarnation: int, number: int, num_pairs: int, dtype: DtypeName, crc: bool
+    call_id: CallId, incarnation: int, number: int, num_pairs: int, dtype: DtypeName
 ) -> None:
     """Field by field, for any values."""
     outputs = filled((num_pairs, 48), dtype)
     head = ReplyHead(encode_call_id(call_id), incarnation, number, number // 2, number // 3)
-    parts = encode_reply(head, outputs, dtype, crc=crc)
+    parts = encode_reply(head, outputs, dtype)
     data = outputs.tobytes()
     expected = pb.ForwardResponse(
         id=pb.CallId(**call_id._asdict()),
@@ -139,13 +136,14 @@ def test_reply_is_what_the_generated_class_says(
             dtype=wire.DTYPE_CODES[dtype],
             shape=[num_pairs, 48],
             data=data,
-            crc32=zlib.crc32(data) if crc else None,
         ),
         queue_us=number,
         compute_us=number // 2,
         row_credits=number // 3,
     )
     message = join_message(parts)
+    assert is_sealed(message)
+    expected.checksum = checksum(message[:-SEAL_BYTES])
     assert pb.ForwardResponse.FromString(message) == expected
     assert b"".join(parts) == LENGTH.pack(len(message)) + message
     assert CallId.of(expected.id) == call_id
