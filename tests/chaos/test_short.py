@@ -25,6 +25,9 @@ pytestmark = pytest.mark.alone
         pytest.param("network cut, 1 of 3", faults.cut, id="cut"),
         pytest.param("connections reset, 1 of 3", faults.reset, id="reset"),
         pytest.param("connection lost within a reply, 1 of 3", faults.break_in_a_reply, id="break"),
+        pytest.param(
+            "calls with a bit flipped, 1 of 3", faults.flipped_requests(direct=True), id="flip"
+        ),
     ],
 )
 def test_one_of_three(

@@ -10,7 +10,7 @@ import pytest
 from expertmesh.v1 import expert_service_pb2 as pb
 from tests.chaos.harness import faults
 from tests.chaos.harness.mesh import Mesh, proxied_mesh
-from tests.chaos.harness.network import ReplyFault
+from tests.chaos.harness.network import MessageFault
 from tests.chaos.harness.replies import WRONG_REPLIES
 from tests.chaos.harness.suffering import Traffic, suffer
 from tests.chaos.harness.table import Row
@@ -45,6 +45,17 @@ def test_over_grpc(name: str, proxied: Mesh, traffic: Traffic, table: list[Row])
     suffer(proxied, faults.wrong_replies([name], direct=False), row, traffic, seed=7)
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "grpc"])
+def test_calls_with_a_bit_flipped(
+    direct: bool, request: pytest.FixtureRequest, traffic: Traffic, table: list[Row]
+) -> None:
+    """Whatever comes to one of three, no request fails and no token changes."""
+    row = Row(f"calls with a bit flipped, 1 of 3{'' if direct else ', gRPC'}", times=TIMES)
+    table.append(row)
+    mesh = request.getfixturevalue("networked" if direct else "proxied")
+    suffer(mesh, faults.flipped_requests(direct=direct), row, traffic, seed=9)
+
+
 def _of_another_protocol(snapshot: bytes) -> Sequence[bytes]:
     state = pb.WatchResponse.FromString(snapshot)
     state.protocol_revision += 1
@@ -65,7 +76,7 @@ def _of_another_model(snapshot: bytes) -> Sequence[bytes]:
     ],
 )
 def test_of_another_kind(
-    name: str, change: ReplyFault, proxied: Mesh, traffic: Traffic, table: list[Row]
+    name: str, change: MessageFault, proxied: Mesh, traffic: Traffic, table: list[Row]
 ) -> None:
     """A worker that turns out to speak another protocol, or to serve another model, is named and
     left alone, and asked again once it does not.

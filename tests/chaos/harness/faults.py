@@ -12,11 +12,11 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from tests.chaos.harness.mesh import Mesh
+from tests.chaos.harness.mesh import ChangeMessages, Mesh
 from tests.chaos.harness.message_proxy import FORWARD, WATCH
-from tests.chaos.harness.network import ReplyFault
+from tests.chaos.harness.network import MessageFault
 from tests.chaos.harness.pool import PoolWorker, start_all
-from tests.chaos.harness.replies import WRONG_REPLIES, Sometimes
+from tests.chaos.harness.replies import WRONG_REPLIES, BitFlip, Sometimes
 from tests.support.processes import poll, processes_of
 
 Fault = Callable[[Mesh, random.Random], float]
@@ -144,18 +144,38 @@ def wrong_replies(names: Sequence[str], *, direct: bool) -> Fault:
     turns = itertools.cycle([Sometimes(WRONG_REPLIES[name]()) for name in names])
 
     def fault(mesh: Mesh, chance: random.Random) -> float:
-        at_s, change, victim = time.monotonic(), next(turns), chance.choice(mesh.workers)
         change_replies = mesh.change_direct_replies if direct else mesh.change_replies(FORWARD)
-        before = change.num_changed
-        with change_replies(victim, change):
-            poll(lambda: change.num_changed > before, timeout_s=RETRIED_WITHIN_S, what="one comes")
-            time.sleep(WRONG_S)
-        return at_s
+        return _wrong_for_a_while(chance.choice(mesh.workers), change_replies, next(turns))
 
     return fault
 
 
-def wrong_states(change: ReplyFault) -> Fault:
+def flipped_requests(*, direct: bool) -> Fault:
+    """Some calls come to a worker with another bit than they left with.
+
+    Args:
+        direct: As for wrong replies.
+    """
+    change = Sometimes(BitFlip())
+
+    def fault(mesh: Mesh, chance: random.Random) -> float:
+        change_calls = mesh.change_direct_requests if direct else mesh.change_requests(FORWARD)
+        return _wrong_for_a_while(chance.choice(mesh.workers), change_calls, change)
+
+    return fault
+
+
+def _wrong_for_a_while(
+    victim: PoolWorker, change_messages: ChangeMessages, change: Sometimes
+) -> float:
+    at_s, before = time.monotonic(), change.num_changed
+    with change_messages(victim, change):
+        poll(lambda: change.num_changed > before, timeout_s=RETRIED_WITHIN_S, what="one comes")
+        time.sleep(WRONG_S)
+    return at_s
+
+
+def wrong_states(change: MessageFault) -> Fault:
     """The state that a worker reports is changed until the gateway takes no more to do with it."""
 
     def fault(mesh: Mesh, chance: random.Random) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.harness.message_proxy import MessageProxy
-from tests.chaos.harness.network import Line, Network, ReplyFault
+from tests.chaos.harness.network import Line, MessageFault, Network
 from tests.chaos.harness.pool import PoolWorker, expert_pool, shares_with_copies
 from tests.support.api import Api
 from tests.support.mesh import Server, gateway, start_server, wait_ready
@@ -20,7 +20,7 @@ NUM_WORKERS, NUM_COPIES = 3, 2
 _READY_TIMEOUT_S = 60.0
 _PATIENCE = ("--experts-hold-s", "120")  # however long a busy machine takes to start a worker
 
-ChangeReplies = Callable[[PoolWorker, ReplyFault], AbstractContextManager[None]]
+ChangeMessages = Callable[[PoolWorker, MessageFault], AbstractContextManager[None]]
 
 
 @dataclass
@@ -62,23 +62,33 @@ class Mesh:
         self.network.reset(worker)
 
     def change_direct_replies(
-        self, worker: PoolWorker, change: ReplyFault
+        self, worker: PoolWorker, change: MessageFault
     ) -> AbstractContextManager[None]:
         """A context in which a worker's replies on direct connections are changed."""
         return self.line(worker).under(reply_fault=change)
 
-    def change_replies(self, method: str) -> ChangeReplies:
+    def change_direct_requests(
+        self, worker: PoolWorker, change: MessageFault
+    ) -> AbstractContextManager[None]:
+        """A context in which calls to a worker on direct connections are changed."""
+        return self.line(worker).under(request_fault=change)
+
+    def change_replies(self, method: str) -> ChangeMessages:
         """Makes contexts in which what a worker answers to a gRPC method is changed."""
+        return lambda worker, change: _entry(self.proxies[worker].faults, method, change)
 
-        @contextmanager
-        def changed_replies(worker: PoolWorker, change: ReplyFault) -> Iterator[None]:
-            self.proxies[worker].faults[method] = change
-            try:
-                yield
-            finally:
-                del self.proxies[worker].faults[method]
+    def change_requests(self, method: str) -> ChangeMessages:
+        """Makes contexts in which what a worker is asked over a gRPC method is changed."""
+        return lambda worker, change: _entry(self.proxies[worker].request_faults, method, change)
 
-        return changed_replies
+
+@contextmanager
+def _entry(table: dict[str, MessageFault], key: str, change: MessageFault) -> Iterator[None]:
+    table[key] = change
+    try:
+        yield
+    finally:
+        del table[key]
 
 
 @contextmanager

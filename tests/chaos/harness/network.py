@@ -21,7 +21,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from expertmesh.direct import MAGIC
+from expertmesh.direct import MAGIC, TOKEN_BYTES
 from expertmesh.wire_encode import LENGTH
 from tests.chaos.harness.pool import HOST, PoolWorker
 
@@ -32,13 +32,13 @@ _CUT_POLL_S = 0.01
 _TIMEOUT_S = 10.0
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close drops what was not sent, and says so
 
-ReplyFault = Callable[[bytes], Sequence[bytes]]
-"""Takes a reply, and returns the messages that are passed on instead."""
+MessageFault = Callable[[bytes], Sequence[bytes]]
+"""Takes a message, and returns those that are passed on instead."""
 
 
-def unchanged(reply: bytes) -> Sequence[bytes]:
+def unchanged(message: bytes) -> Sequence[bytes]:
     """No fault."""
-    return (reply,)
+    return (message,)
 
 
 @dataclass
@@ -52,7 +52,9 @@ class Conditions:
     """Of every connection, each way."""
     reply_bytes_left: int | None = None
     """Of replies on direct connections, until all connections are reset."""
-    reply_fault: ReplyFault = unchanged
+    reply_fault: MessageFault = unchanged
+    """On direct connections."""
+    request_fault: MessageFault = unchanged
     """On direct connections."""
 
     @property
@@ -77,38 +79,58 @@ class _Bytes:
         return data
 
 
-class _Replies(_Bytes):
-    """Replies of a direct connection: a greeting, then frames."""
+class _Frames(_Bytes):
+    """One way of a direct connection: a greeting, then frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, greeting_size: int) -> None:
         self._buffer = bytearray()
-        self._is_greeted = False
+        self._greeting_left = greeting_size
 
-    def take(self, data: bytes, now: Conditions) -> bytes:
-        """Whole frames, after what faults make of them."""
+    def changed(self, data: bytes, fault: MessageFault) -> bytes:
+        """Whole frames, after what a fault makes of them."""
         self._buffer += data
-        passed = b"" if self._is_greeted else self._greeting()
-        passed += b"".join(
-            LENGTH.pack(len(reply)) + reply
+        return self._greeting() + b"".join(
+            LENGTH.pack(len(instead)) + instead
             for message in self._messages()
-            for reply in now.reply_fault(message)
+            for instead in fault(message)
         )
-        return now.shorten(passed)
 
     def _greeting(self) -> bytes:
-        greeting = bytes(self._buffer[: len(MAGIC)])
-        del self._buffer[: len(MAGIC)]
-        self._is_greeted = True
+        greeting = bytes(self._buffer[: self._greeting_left])
+        del self._buffer[: self._greeting_left]
+        self._greeting_left -= len(greeting)
         return greeting
 
     def _messages(self) -> Iterator[bytes]:
-        while len(self._buffer) >= LENGTH.size:
+        while not self._greeting_left and len(self._buffer) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
             if len(self._buffer) < end:
                 return
             message = bytes(self._buffer[LENGTH.size : end])
             del self._buffer[:end]
             yield message
+
+
+class _Replies(_Frames):
+    """What an expert worker says on a direct connection."""
+
+    def __init__(self) -> None:
+        super().__init__(len(MAGIC))
+
+    def take(self, data: bytes, now: Conditions) -> bytes:
+        """See `Conditions`."""
+        return now.shorten(self.changed(data, now.reply_fault))
+
+
+class _Requests(_Frames):
+    """What an expert worker is told on a direct connection."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKEN_BYTES)
+
+    def take(self, data: bytes, now: Conditions) -> bytes:
+        """See `Conditions`."""
+        return self.changed(data, now.request_fault)
 
 
 _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -144,11 +166,11 @@ class Line:
 
     async def open(self) -> None:
         """Listens."""
-        for port, replies in (
-            (self._worker.port, _Bytes),
-            (self._worker.direct_port, _Replies),
+        for port, requests, replies in (
+            (self._worker.port, _Bytes, _Bytes),
+            (self._worker.direct_port, _Requests, _Replies),
         ):
-            carry = partial(self._carry, port, replies)
+            carry = partial(self._carry, port, requests, replies)
             self._servers.append(await asyncio.start_server(carry, NEAR, port, limit=_CHUNK_BYTES))
 
     async def close(self) -> None:
@@ -168,7 +190,8 @@ class Line:
     async def _carry(
         self,
         port: int,
-        replies: type[_Bytes],
+        requests: Callable[[], _Bytes],
+        replies: Callable[[], _Bytes],
         near_reader: asyncio.StreamReader,
         near_writer: asyncio.StreamWriter,
     ) -> None:
@@ -178,7 +201,7 @@ class Line:
             far_reader, far_writer = await asyncio.open_connection(HOST, port, limit=_CHUNK_BYTES)
             self._writers.add(far_writer)
             await asyncio.gather(
-                self._pump(near_reader, far_writer, _Bytes()),
+                self._pump(near_reader, far_writer, requests()),
                 self._pump(far_reader, near_writer, replies()),
             )
             self._writers.discard(far_writer)

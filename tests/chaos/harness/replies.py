@@ -1,7 +1,7 @@
-"""Replies of an expert worker that are not what they should be.
+"""Replies of an expert worker, and calls to it, that are not what they should be.
 
-A fault takes a reply and returns what is passed on instead. It spares most replies, so that the
-worker is not simply left alone for good.
+A fault takes a message and returns what is passed on instead. It spares most, so that the worker is
+not simply left alone for good. What the worker itself might say has a checksum that is right.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 
+from expertmesh.checksum import sealed
 from expertmesh.v1 import expert_service_pb2 as pb
-from tests.chaos.harness.network import ReplyFault
+from tests.chaos.harness.network import MessageFault
 
 Change = Callable[[bytes], Sequence[bytes]]
 _NAN = struct.pack("<f", float("nan"))
 
 
 class Sometimes:
-    """Applies a change to some of the replies.
+    """Applies a change to some of the messages.
 
     Args:
         change: What becomes of those.
@@ -32,12 +33,25 @@ class Sometimes:
         self._share = share
         self._chance = random.Random(seed)
 
-    def __call__(self, reply: bytes) -> Sequence[bytes]:
-        """A `ReplyFault`."""
+    def __call__(self, message: bytes) -> Sequence[bytes]:
+        """A `MessageFault`."""
         if self._chance.random() >= self._share:
-            return (reply,)
+            return (message,)
         self.num_changed += 1
-        return self._change(reply)
+        return self._change(message)
+
+
+class BitFlip:
+    """Another bit anywhere in a message, each time elsewhere."""
+
+    def __init__(self) -> None:
+        self._chance = random.Random(0)
+
+    def __call__(self, message: bytes) -> Sequence[bytes]:
+        """A change."""
+        flipped, bit = bytearray(message), self._chance.randrange(8 * len(message))
+        flipped[bit // 8] ^= 1 << bit % 8
+        return (bytes(flipped),)
 
 
 class OutOfOrder:
@@ -53,6 +67,11 @@ class OutOfOrder:
             return (reply, kept)
         self._kept = reply
         return ()
+
+
+def _sealed(message: pb.ForwardResponse) -> Sequence[bytes]:
+    message.ClearField("checksum")
+    return (sealed(message.SerializeToString()),)
 
 
 def twice(reply: bytes) -> Sequence[bytes]:
@@ -79,14 +98,14 @@ def of_another_call(reply: bytes) -> Sequence[bytes]:
     """The id of a call that was never made."""
     message = pb.ForwardResponse.FromString(reply)
     message.id.step += 1_000_000
-    return (message.SerializeToString(),)
+    return _sealed(message)
 
 
 def of_another_life(reply: bytes) -> Sequence[bytes]:
     """Another incarnation than the one that was asked."""
     message = pb.ForwardResponse.FromString(reply)
     message.incarnation ^= 1
-    return (message.SerializeToString(),)
+    return _sealed(message)
 
 
 def of_wrong_shape(reply: bytes) -> Sequence[bytes]:
@@ -95,14 +114,14 @@ def of_wrong_shape(reply: bytes) -> Sequence[bytes]:
     rows, width = message.outputs.shape
     message.outputs.shape[0] = rows - 1
     message.outputs.data = message.outputs.data[: (rows - 1) * width * 4]
-    return (message.SerializeToString(),)
+    return _sealed(message)
 
 
 def not_finite(reply: bytes) -> Sequence[bytes]:
     """NaN in the last element."""
     message = pb.ForwardResponse.FromString(reply)
     message.outputs.data = message.outputs.data[: -len(_NAN)] + _NAN
-    return (message.SerializeToString(),)
+    return _sealed(message)
 
 
 def refused(reply: bytes) -> Sequence[bytes]:
@@ -110,10 +129,10 @@ def refused(reply: bytes) -> Sequence[bytes]:
     message = pb.ForwardResponse.FromString(reply)
     message.error.code = pb.ForwardError.CODE_INTERNAL
     message.error.message = "out of memory"
-    return (message.SerializeToString(),)
+    return _sealed(message)
 
 
-WRONG_REPLIES: dict[str, Callable[[], ReplyFault]] = {
+WRONG_REPLIES: dict[str, Callable[[], MessageFault]] = {
     "twice": lambda: twice,
     "garbage": lambda: garbage,
     "cut short": lambda: cut_short,
@@ -123,6 +142,7 @@ WRONG_REPLIES: dict[str, Callable[[], ReplyFault]] = {
     "not finite": lambda: not_finite,
     "refused": lambda: refused,
     "out of order": OutOfOrder,
+    "with a bit flipped": BitFlip,
     "lost": lambda: lost,
 }
 """Name to a maker of changes."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from expertmesh.direct import MAGIC
+from expertmesh.direct import MAGIC, TOKEN_BYTES
 from expertmesh.wire_encode import LENGTH
 from tests.chaos.harness.network import NEAR, Network
 from tests.chaos.harness.pool import HOST, PoolWorker
@@ -20,7 +20,7 @@ SHORT_S = 0.2
 
 
 class _Echo:
-    """Greets and returns every byte, on the port of direct connections."""
+    """Takes a token, greets and returns every byte, on the port of direct connections."""
 
     def __init__(self, port: int) -> None:
         self._listener = socket.create_server((HOST, port))
@@ -41,6 +41,7 @@ class _Echo:
     def _serve(connection: socket.socket) -> None:
         with connection:
             try:
+                connection.recv(TOKEN_BYTES, socket.MSG_WAITALL)
                 connection.sendall(MAGIC)
                 while data := connection.recv(65536):
                     connection.sendall(data)
@@ -71,7 +72,14 @@ def network(worker: PoolWorker) -> Iterator[Network]:
 @pytest.fixture
 def connection(network: Network, worker: PoolWorker) -> Iterator[socket.socket]:
     """Through the network, greeted."""
+    with _greeted(worker) as opened:
+        yield opened
+
+
+@contextmanager
+def _greeted(worker: PoolWorker) -> Iterator[socket.socket]:
     with socket.create_connection((NEAR, worker.direct_port), TIMEOUT_S) as opened:
+        opened.sendall(bytes(TOKEN_BYTES))
         assert _receive(opened, len(MAGIC)) == MAGIC
         yield opened
 
@@ -121,8 +129,8 @@ def test_reset(network: Network, worker: PoolWorker, connection: socket.socket) 
     network.reset(worker)
     with pytest.raises(ConnectionResetError):
         connection.recv(1)
-    with socket.create_connection((NEAR, worker.direct_port), TIMEOUT_S) as opened:
-        assert _receive(opened, len(MAGIC)) == MAGIC
+    with _greeted(worker):
+        pass
 
 
 def test_lost_within_a_reply(
@@ -143,3 +151,13 @@ def test_replies_are_changed(
         for byte in _frame(b"abc"):
             connection.sendall(bytes([byte]))
         assert _receive(connection, 11) == _frame(b"ABC") + _frame(b"")
+
+
+def test_requests_are_changed(
+    network: Network, worker: PoolWorker, connection: socket.socket
+) -> None:
+    """Whole messages behind the token, however they were cut into pieces."""
+    with network.lines[worker].under(request_fault=lambda call: [b"x", call.upper()]):
+        for byte in _frame(b"abc"):
+            connection.sendall(bytes([byte]))
+        assert _receive(connection, 12) == _frame(b"x") + _frame(b"ABC")
