@@ -69,8 +69,8 @@ class DnsDiscovery:
         try:
             endpoints = _resolved(self._name)
         except (OSError, UnicodeError) as error:  # UnicodeError: a label that is too long
-            self._report = replace(self._report, num_errors=self._report.num_errors + 1)
             self._say(f"{self._name.host} does not resolve: {error}")
+            self._report = replace(self._report, num_errors=self._report.num_errors + 1)
             return
         self._certain_s = time.monotonic()
         self._say("")

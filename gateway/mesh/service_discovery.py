@@ -102,8 +102,8 @@ class ServiceDiscovery:
         try:
             await self._watch(await self._list())
         except ClusterError as error:
-            self._report = replace(self._report, num_errors=self._report.num_errors + 1)
             self._say(str(error))
+            self._report = replace(self._report, num_errors=self._report.num_errors + 1)
             asked_for_s = error.retry_after_s
         if time.monotonic() - began_s > self._times.longest_pause_s:
             self._backoff.reset()  # however it ended: rounds as long as this load nobody
