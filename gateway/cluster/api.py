@@ -7,6 +7,7 @@ alone: they refuse what servers do send, such as `endpoints: null` of an empty E
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from http import HTTPStatus
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _JSON = "application/json"
 _ERROR_BODY_S = 2.0
+_CLOSE_S = 0.5
 _T = TypeVar("_T")
 
 
@@ -70,7 +72,8 @@ class ClusterApi:
         """Drops all connections."""
         client, self._client = self._client, None
         if client is not None:
-            await client.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.close(), _CLOSE_S)
 
     async def request(
         self,
