@@ -223,16 +223,11 @@ class Autoscaler:
             return
         self._decision = decision
         self._decisions[made] += 1
-        if decision.direction == "stay":
-            logger.info(
-                "scaling: stays at %d (%s) %s", scale.replicas, decision.reason, decision.why
-            )
-        else:
-            logger.info(
-                "scaling: %s from %d to %d expert workers (%s): %s",
-                *(decision.direction, scale.replicas, decision.num_workers),
-                *(decision.reason, decision.why),
-            )
+        change = f"stays at {scale.replicas}"
+        if decision.direction != "stay":
+            change = f"{decision.direction} from {scale.replicas} to {decision.num_workers}"
+        why = f": {decision.why}" if decision.why else ""
+        logger.info("scaling: %s expert workers (%s)%s", change, decision.reason, why)
 
     def _tell_failure(self, error: ScaleError) -> None:
         self._errors[error.cause] += 1
