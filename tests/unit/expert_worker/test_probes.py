@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -133,6 +134,48 @@ def test_a_hand_over_takes_no_longer_than_it_may(server: ExpertServer) -> None:
     with channel(server) as opened:
         assert hand_over(opened, 0.5) == "out of time, 12 experts left"
         assert server.state.draining
+
+
+@contextmanager
+def breaks_off(code: grpc.StatusCode) -> Iterator[grpc.Channel]:
+    """A connection to an expert worker whose drain breaks off with a code."""
+
+    class BreaksOff(rpc.ExpertServiceServicer):
+        def Watch(self, request: object, context: object) -> Iterator[pb.WatchResponse]:
+            yield pb.WatchResponse(incarnation=7)
+
+        def Drain(
+            self, request: pb.DrainRequest, context: grpc.ServicerContext
+        ) -> Iterator[pb.DrainResponse]:
+            assert request.incarnation == 7
+            yield pb.DrainResponse(experts_left=3)
+            context.abort(code, "broken off")
+
+    with ThreadPoolExecutor(2, "test-breaks-off") as threads:
+        server = grpc.server(threads)
+        rpc.add_ExpertServiceServicer_to_server(BreaksOff(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as opened:
+                yield opened
+        finally:
+            server.stop(0).wait(TIMEOUT_S)
+
+
+def test_the_end_of_the_process_is_the_end_of_the_hand_over() -> None:
+    """Its last words may be lost."""
+    with breaks_off(grpc.StatusCode.UNAVAILABLE) as opened:
+        assert hand_over(opened, TIMEOUT_S) == "done, 3 experts left"
+
+
+def test_a_refusal_is_told() -> None:
+    """An expert worker that does not take the order has not handed over."""
+    with (
+        breaks_off(grpc.StatusCode.FAILED_PRECONDITION) as opened,
+        pytest.raises(grpc.RpcError, match="broken off"),
+    ):
+        hand_over(opened, TIMEOUT_S)
 
 
 def test_nobody_there() -> None:
