@@ -31,6 +31,8 @@ class DroppedExperts:
         self._lock = threading.Lock()
         self._num_pairs = 0
         self._missing: set[tuple[int, int]] = set()
+        self.rows: list[tuple[int, npt.NDArray[np.int64]]] = []
+        """Micro-batch and rows that were hit, of the present step; of the model thread alone."""
 
     def drop(self, layer: int, experts: Sequence[int], num_pairs: int) -> None:
         """Counts (row, expert) pairs that are left out; each expert is named once in the log."""
@@ -44,6 +46,14 @@ class DroppedExperts:
                 layer,
                 ", ".join(map(str, new)),
             )
+
+    def note(self, micro_batch: int, is_out_TK: npt.NDArray[np.bool_]) -> None:
+        """Notes the rows of a micro-batch of which slots were left out."""
+        self.rows.append((micro_batch, np.flatnonzero(is_out_TK.any(axis=1))))
+
+    def begin_step(self) -> None:
+        """What was hit before belongs to another step."""
+        self.rows.clear()
 
     def forget(self) -> None:
         """There is a new expert map: what is missing then is news."""

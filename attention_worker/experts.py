@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -63,6 +65,11 @@ class ExpertClient(Protocol):
         """
         ...
 
+    @property
+    def degraded_rows(self) -> Sequence[tuple[int, npt.NDArray[np.int64]]]:
+        """Micro-batch and rows that went without an expert in this step."""
+        ...
+
     def dispatch(
         self,
         layer: int,
@@ -113,6 +120,11 @@ class LocalExperts:
 
     def begin_step(self, step: int, *, cautious: bool = False) -> None:
         """Nothing to pin: the experts are here."""
+
+    @property
+    def degraded_rows(self) -> Sequence[tuple[int, npt.NDArray[np.int64]]]:
+        """None: all experts are here."""
+        return ()
 
     def dispatch(
         self,
@@ -194,6 +206,7 @@ class RemoteExperts:
         for call in list(self._common.unfinished):  # of a step that failed
             call.drop()
         self._num_dispatched.clear()
+        self._common.dropped.begin_step()
         with self._lock:
             self._pinned = self._routes
             self._close_unpinned()
@@ -226,6 +239,11 @@ class RemoteExperts:
         call = self._remote_call(dispatch)
         call.start()
         return call
+
+    @property
+    def degraded_rows(self) -> Sequence[tuple[int, npt.NDArray[np.int64]]]:
+        """See ExpertClient."""
+        return self._common.dropped.rows
 
     @property
     def exchange(self) -> Exchange | None:

@@ -54,28 +54,32 @@ class LethalStepError(ExpertMeshError):
 
 
 class Losses:
-    """Expert workers that were lost with rows of one dispatch."""
+    """Expert workers that were lost with rows of one dispatch.
 
-    def __init__(self) -> None:
+    Args:
+        most: How many that have the same rows may be lost.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._rows_of: dict[int, Ints] = {}
         self._reasons: list[str] = []
 
-    def add(self, call: Call, most: int, reason: str) -> None:
+    def add(self, call: Call, reason: str) -> None:
         """The expert worker that had the rows of a call was lost.
 
         Args:
             call: The call.
-            most: Expert workers with the same rows that may be lost.
             reason: Who it was and how that was seen, for the log.
 
         Raises:
-            LethalRowsError: These were as many.
+            LethalRowsError: These were as many as may be.
         """
         worker, rows_R = call.rows.worker, call.rows.row_ids_R
         self._rows_of[worker] = np.union1d(self._rows_of.get(worker, rows_R), rows_R)
         self._reasons.append(reason)
         num_lost_T = np.bincount(np.concatenate(list(self._rows_of.values())))
-        rows_L = np.flatnonzero(num_lost_T >= most)
+        rows_L = np.flatnonzero(num_lost_T >= self._most)
         if len(rows_L):
             layer, micro_batch = call.call_id.layer, call.call_id.micro_batch
             raise LethalRowsError(layer, micro_batch, rows_L, "; ".join(self._reasons))

@@ -63,12 +63,13 @@ class ForwardPasses:
         try:
             results = self._run_parts(schedule, batch, parts)
         except LethalRowsError as error:
-            rows = parts[error.micro_batch].rows[error.rows]
-            slots = schedule.slots_S[batch.sequence_of_row_T[rows]]
-            raise LethalStepError(error, np.unique(slots).tolist()) from error
+            slots = _slots_of(parts[error.micro_batch].rows[error.rows], schedule, batch)
+            raise LethalStepError(error, slots) from error
         finally:
             calls.dispatch_s += sum(part.calls.dispatch_s for part in parts)
             calls.wait_s += sum(part.calls.wait_s for part in parts)
+        for micro_batch, rows in calls.client.degraded_rows:
+            calls.degraded_slots.update(_slots_of(parts[micro_batch].rows[rows], schedule, batch))
         self._splitter.see(
             StepTime(
                 num_rows=num_rows,
@@ -104,6 +105,12 @@ class ForwardPasses:
         for part, result_RH in zip(parts, results, strict=True):
             joined_TH[torch.from_numpy(part.rows).to(joined_TH.device)] = result_RH
         return joined_TH
+
+
+def _slots_of(rows: npt.NDArray[np.int64], schedule: Schedule, batch: Batch) -> list[int]:
+    """Request slots of rows of a step, ascending."""
+    slots: list[int] = np.unique(schedule.slots_S[batch.sequence_of_row_T[rows]]).tolist()
+    return slots
 
 
 def _calls_of(rows: npt.NDArray[np.int64], batch: Batch, calls: ExpertCalls) -> ExpertCalls:

@@ -151,6 +151,7 @@ class ModelRunner:
         response = pb.StepResponse(
             status=pb.StepResponse.STATUS_DONE,
             prompt_logprobs=prompt_logprobs(self.model, h_TH, schedule, batch, self._slots),
+            degraded_slots=sorted(calls.degraded_slots),
         )
         with times.sampling():
             tokens = self._sample(batch, h_TH, masks, response)

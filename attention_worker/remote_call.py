@@ -84,7 +84,7 @@ class RemoteCall:
         self.busy_s = 0.0
         """Time that the slowest expert worker computed, as far as replies came."""
         self._tried: dict[int, set[int]] = {}  # expert to the expert workers that failed it
-        self._losses = Losses()
+        self._losses = Losses(1 if batch.cautious else MOST_LOSSES)
         self._dropped: set[int] = set()  # experts that the result goes without
         num_rows, self._hidden_size = batch.hidden_TH.shape
         hidden_TH = batch.hidden_TH.detach().cpu().contiguous()
@@ -147,6 +147,7 @@ class RemoteCall:
         if self._dropped:
             is_out_TK, weights_TK = without(routing.topk_ids_TK, weights_TK, self._dropped)
             self._outputs_SH[is_out_TK.ravel()] = 0
+            self._common.dropped.note(self._batch.call_id.micro_batch, is_out_TK)
         outputs_SH = torch.from_numpy(self._outputs_SH).view(hidden_TH.dtype).to(hidden_TH.device)
         combined_TH = combine(outputs_SH, weights_TK)
         if self._has_broken_rows:
@@ -252,8 +253,7 @@ class RemoteCall:
                 return self._settle(call)
         stream.observed.count_fault(reason)
         if outcome.is_lost:
-            most = 1 if self._batch.cautious else MOST_LOSSES
-            self._losses.add(call, most, f"{self._routes.name(call.rows.worker)}: {reason}")
+            self._losses.add(call, f"{self._routes.name(call.rows.worker)}: {reason}")
             self._look_around()
         if not call.is_served:
             self._retry(call, reason)

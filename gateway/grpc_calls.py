@@ -215,6 +215,7 @@ class GenerateCall:
             response.usage.prompt_tokens = len(self._prompt)
             response.usage.completion_tokens = self._num_generated
             response.usage.cached_tokens = output.num_cached_tokens
+            response.degraded = output.is_degraded
             self._add_experts(response, output)
         elif not (output.text or response.tokens or response.prompt_tokens):
             return None

@@ -98,6 +98,8 @@ class RequestOutput:
     routed_experts: npt.NDArray[np.uint16] | None = None
     """[num tokens - 1, MoE layers, top-k] of prompt and output; with the last output, if asked
     for."""
+    is_degraded: bool = False
+    """Something so far was computed without an expert that the gate chose, as nobody had it."""
 
 
 Sink = Callable[[RequestOutput], None]

@@ -38,6 +38,8 @@ class ExpertCalls:
     """Time spent waiting for outputs so far."""
     busy_s: float = 0.0
     """Time that the slowest expert worker of each layer computed so far."""
+    degraded_slots: set[int] = field(default_factory=set)
+    """Request slots with rows that went without an expert."""
     recorder: RoutingRecorder = field(default_factory=NoRecorder)
     """Is told which experts were chosen."""
 

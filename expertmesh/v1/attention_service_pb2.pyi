@@ -239,7 +239,7 @@ class RunResponse(_message.Message):
     def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted", "failures", "dispatch_us", "sampling_us", "suspect_slots", "lethal_layer")
+    __slots__ = ("step", "status", "sampled", "missing", "message", "duration_us", "expert_wait_us", "nonfinite_slots", "prompt_logprobs", "routed_experts", "drafts", "num_drafts_verified", "num_drafts_accepted", "failures", "dispatch_us", "sampling_us", "suspect_slots", "lethal_layer", "degraded_slots")
     class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATUS_UNSPECIFIED: _ClassVar[StepResponse.Status]
@@ -272,6 +272,7 @@ class StepResponse(_message.Message):
     SAMPLING_US_FIELD_NUMBER: _ClassVar[int]
     SUSPECT_SLOTS_FIELD_NUMBER: _ClassVar[int]
     LETHAL_LAYER_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     status: StepResponse.Status
     sampled: _containers.RepeatedCompositeFieldContainer[SampledToken]
@@ -290,7 +291,8 @@ class StepResponse(_message.Message):
     sampling_us: int
     suspect_slots: _containers.RepeatedScalarFieldContainer[int]
     lethal_layer: int
-    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[SlotFailure, _Mapping]]] = ..., dispatch_us: _Optional[int] = ..., sampling_us: _Optional[int] = ..., suspect_slots: _Optional[_Iterable[int]] = ..., lethal_layer: _Optional[int] = ...) -> None: ...
+    degraded_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., status: _Optional[_Union[StepResponse.Status, str]] = ..., sampled: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., missing: _Optional[_Iterable[_Union[_expert_service_pb2.ExpertId, _Mapping]]] = ..., message: _Optional[str] = ..., duration_us: _Optional[int] = ..., expert_wait_us: _Optional[int] = ..., nonfinite_slots: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ..., drafts: _Optional[_Iterable[_Union[SlotDrafts, _Mapping]]] = ..., num_drafts_verified: _Optional[int] = ..., num_drafts_accepted: _Optional[int] = ..., failures: _Optional[_Iterable[_Union[SlotFailure, _Mapping]]] = ..., dispatch_us: _Optional[int] = ..., sampling_us: _Optional[int] = ..., suspect_slots: _Optional[_Iterable[int]] = ..., lethal_layer: _Optional[int] = ..., degraded_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExpertMapWorker(_message.Message):
     __slots__ = ("worker_id", "address", "incarnation", "layers", "row_credits", "leaving")

@@ -295,17 +295,18 @@ class Engine:
         current = {entry.slot: entry.state for entry in step.entries if entry.current}
         errors = slot_errors(response)
         self._outputs.keep_records(current, response)
+        damaged = {*response.nonfinite_slots, *response.degraded_slots}
         tokens = tokens_by_slot(response)
         silent = self._scheduler.commit(
             step,
             {slot: [token.token_id for token in new] for slot, new in tokens.items()},
             {draft.slot: draft.num_drafts for draft in response.drafts},
         )
+        for slot in current.keys() & damaged:
+            self._scheduler.distrust(current[slot])
         for slot in tokens.keys() & (current.keys() - errors.keys()):
             if self._outputs.push(current[slot], tokens[slot], self._limits.max_model_len):
                 self._forget(current[slot])
-        for slot in current.keys() & set(response.nonfinite_slots):
-            self._scheduler.distrust(current[slot])
         for slot in errors.keys() & current.keys():
             self._end([current[slot]], errors[slot])
         mute = [state for state in silent if state.slot is not None]

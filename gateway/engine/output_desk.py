@@ -57,6 +57,9 @@ class OutputDesk:
             states: Request slot to request, of those that the step still concerns.
             response: Result of the step.
         """
+        for slot in response.degraded_slots:
+            if slot in states:
+                self.of(states[slot]).is_degraded = True
         for logprobs in response.prompt_logprobs:
             if logprobs.slot in states:
                 self.of(states[logprobs.slot]).prompt_logprobs.add(logprobs)

@@ -63,6 +63,8 @@ class OutputStream:
         self._eos_token_ids = () if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._observer = observer
+        self.is_degraded = False
+        """Something was computed without an expert that nobody had."""
         self._num_generated = 0
         self._last_s: float | None = None
         self._started = False
@@ -102,6 +104,7 @@ class OutputStream:
             stop_reason=stop_reason,
             num_cached_tokens=self.state.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs.whole() if first else None,
+            is_degraded=self.is_degraded,
         )
         if reason is None:
             return output

@@ -25,6 +25,9 @@ class PrefixCache(Protocol):
         """Lets nobody find what a running request computed or found."""
 
 
+_NO_MORE = 2**31  # blocks of a sequence; none is so long
+
+
 class NoPrefixCache:
     """Finds nothing."""
 
@@ -64,8 +67,11 @@ class HashedPrefixCache:
         state.num_kept_blocks = num_full
 
     def forget(self, state: RequestState, blocks: BlockManager) -> None:
-        """Forgets the names of its full blocks, also of those that are behind windows by now."""
-        blocks.forget(_hashes(state, blocks).first(state.token_ids, state.num_kept_blocks))
+        """Forgets the names of its full blocks, also of those that are behind windows by now; gives
+        no more names as long as it keeps its slot."""
+        if state.num_kept_blocks < _NO_MORE:
+            blocks.forget(_hashes(state, blocks).first(state.token_ids, state.num_kept_blocks))
+            state.num_kept_blocks = _NO_MORE
 
 
 def _hashes(state: RequestState, blocks: BlockManager) -> BlockHashes:

@@ -62,6 +62,7 @@ def _check_done(entries: dict[int, ScheduledEntry], response: pb.StepResponse) -
     due = {slot for slot, entry in entries.items() if entry.sample}
     _check_slots(entries.keys(), response.nonfinite_slots, "logits that are not finite")
     _check_slots(entries.keys(), (item.slot for item in response.failures), "a failure")
+    _check_slots(entries.keys(), response.degraded_slots, "experts left out")
     _check_slots(due, (item.slot for item in response.drafts), "drafts")
     _check_prompt_logprobs(entries, response)
     _check_routed_experts(entries, response)

@@ -147,10 +147,15 @@ class Answer(ABC):
 
     def _extras(self, output: RequestOutput) -> Json:
         """What a choice has besides the fields of the OpenAI API, if it was asked for."""
-        return {**self._token_ids(output), **self._routed_experts(output)}
+        return {**self._token_ids(output), **self._ending(output)}
 
     def _token_ids(self, output: RequestOutput) -> Json:
         return {"token_ids": list(output.token_ids)} if self.options.return_token_ids else {}
+
+    def _ending(self, output: RequestOutput) -> Json:
+        """What it has only with its end: experts if asked for, and that some were left out."""
+        is_told = output.is_degraded and output.finish_reason is not None
+        return {**self._routed_experts(output), **({"degraded": True} if is_told else {})}
 
     def _routed_experts(self, output: RequestOutput) -> Json:
         """With the end of the choice."""
@@ -204,9 +209,7 @@ class ChatAnswer(Answer):
         if output.finish_reason is not None:
             last = _delta_choice(index, {})
             last["finish_reason"] = self._finish_reason(index, output)
-            choices.append(
-                {**last, "stop_reason": output.stop_reason, **self._routed_experts(output)}
-            )
+            choices.append({**last, "stop_reason": output.stop_reason, **self._ending(output)})
         return choices
 
     def _deltas(self, index: int, output: RequestOutput) -> list[Json]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from attention_worker.experts import ExpertClient, Pending
@@ -15,12 +19,18 @@ class FlakyExperts:
         self.inner = inner
         self.error: Exception | None = None
         self.layer = 1
+        self.degraded: list[tuple[int, npt.NDArray[np.int64]]] = []
         self.num_generated_rows: list[int] = []
         self.deadlines_s: list[float] = []
 
     def begin_step(self, step: int, *, cautious: bool = False) -> None:
         """Passed on."""
         self.inner.begin_step(step, cautious=cautious)
+
+    @property
+    def degraded_rows(self) -> Sequence[tuple[int, npt.NDArray[np.int64]]]:
+        """Those that are set."""
+        return self.degraded
 
     def dispatch(
         self,

@@ -16,6 +16,9 @@ from expertmesh_kernels.router import Routing
 from tests.conftest import Models
 from tests.support.expert_servers import faulty_server, loaded_store
 from tests.support.expert_work import NUM_EXPERTS, Work, local, remote, right, work
+from tests.support.flaky_experts import FlakyExperts
+from tests.support.oracle import prompts
+from tests.support.runner_driver import RunnerDriver, local_experts, make_runner
 from tests.support.tiny_checkpoints import MIXTRAL
 
 JOB = work(40)
@@ -57,6 +60,11 @@ def test_what_nobody_holds_is_left_out(checkpoint: Checkpoint, direct: bool) -> 
     ):
         assert torch.equal(expected(checkpoint, missing), JOB.run(there))
         assert (there.take_dropped(), there.take_dropped()) == (num_pairs, 0)
+        ((micro_batch, rows),) = there.degraded_rows
+        hit_T = np.isin(JOB.routing.topk_ids_TK, list(missing)).any(axis=1)
+        assert (micro_batch, rows.tolist()) == (0, np.flatnonzero(hit_T).tolist())
+        there.begin_step(2)
+        assert not there.degraded_rows
 
 
 def test_suspects_wait_all_the_same(checkpoint: Checkpoint) -> None:
@@ -89,3 +97,16 @@ def test_what_is_lost_on_the_way_is_left_out(checkpoint: Checkpoint, direct: boo
     ):
         assert torch.equal(expected(checkpoint, {0, 1, 2, 3}), JOB.run(there))
         assert there.take_dropped() > 0
+
+
+def test_a_step_names_the_requests_that_it_degraded(models: Models) -> None:
+    """By request slot, whichever of their rows it was; the step is committed all the same."""
+    model = models.tiny(MIXTRAL)
+    flaky = FlakyExperts(local_experts(Checkpoint.open(model), "float32"))
+    driver = RunnerDriver(make_runner(model, experts=flaky), chunk=16)
+    first, second, third = (driver.submit(prompt, 2) for prompt in prompts(128, [4, 3, 2]))
+    flaky.degraded = [(0, np.array([1, 3])), (0, np.array([7]))]
+    assert list(driver.step().degraded_slots) == sorted([first.slot, third.slot])
+    flaky.degraded = []
+    assert not driver.step().degraded_slots
+    assert second.finished

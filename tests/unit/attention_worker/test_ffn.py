@@ -31,6 +31,8 @@ class Events:
         self._answer = answer
         self.busy_s = 0.0
 
+    degraded_rows = ()
+
     def begin_step(self, step: int, *, cautious: bool = False) -> None:
         """Nothing to pin."""
 

@@ -137,12 +137,12 @@ def test_rows_count_and_not_calls() -> None:
     """Only rows that several lost expert workers had are suspected; two calls that one of them had
     are one loss.
     """
-    losses = Losses()
-    losses.add(call(0, 1, 2, 3), 2, "a was lost")
-    losses.add(call(1, 4, 5), 2, "b was lost")
-    losses.add(call(0, 2, 3), 2, "a was lost with another call")
+    losses = Losses(2)
+    losses.add(call(0, 1, 2, 3), "a was lost")
+    losses.add(call(1, 4, 5), "b was lost")
+    losses.add(call(0, 2, 3), "a was lost with another call")
     with pytest.raises(LethalRowsError) as caught:
-        losses.add(call(2, 3, 5, 6), 2, "c was lost")
+        losses.add(call(2, 3, 5, 6), "c was lost")
     assert caught.value.rows.tolist() == [3, 5]
     assert (caught.value.layer, caught.value.micro_batch) == (5, 1)
     assert caught.value.detail.startswith("a was lost; b was lost; ")

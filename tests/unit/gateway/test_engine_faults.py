@@ -18,6 +18,7 @@ from expertmesh.errors import (
     StoppingError,
 )
 from expertmesh.settings import EngineSettings
+from expertmesh.v1 import attention_service_pb2 as pb
 from gateway.engine.engine import MAX_LOSSES
 from gateway.sequence import (
     EngineStats,
@@ -141,6 +142,24 @@ async def test_nobody_reuses_what_a_request_without_finite_logits_computed(bench
     assert (await answer.end()).num_cached_tokens == 0
     assert answer.token_ids == continuation(range(8), 4)
     assert (await bench.ask("third", range(8)).end()).num_cached_tokens == 4
+
+
+async def test_a_degraded_request_says_so_and_shares_nothing(bench: Bench) -> None:
+    """From the token on that was computed without an expert; neither what it had computed by then
+    nor what comes after is found by others, who may get right results."""
+
+    def degrade(response: pb.StepResponse) -> None:
+        response.degraded_slots.extend(token.slot for token in response.sampled)
+
+    bench.port.spoil_result(2, degrade)
+    degraded = bench.ask("degraded", range(8), 8)
+    assert (await degraded.end()).is_degraded
+    assert not degraded.outputs[0].is_degraded
+    again = bench.ask("again", range(8), 8)
+    last = await again.end()
+    assert (last.is_degraded, last.num_cached_tokens) == (False, 0)
+    longer = bench.ask("longer", (*range(8), *continuation(range(8), 5)))
+    assert (await longer.end()).num_cached_tokens == 12
 
 
 async def test_requests_outlive_their_attention_worker(bench: Bench) -> None:

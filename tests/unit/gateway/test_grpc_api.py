@@ -55,6 +55,18 @@ async def test_text_is_streamed_in_deltas(served: Served) -> None:
     assert [token for response in responses for token in response.tokens] == []
 
 
+async def test_what_is_degraded_says_so(served: Served) -> None:
+    """In the last message, and only if something was."""
+    assert not (await served.generate(prompt="hello"))[-1].degraded
+    served.engine.manual = True
+    call = served.stub.Generate(pb.GenerateRequest(prompt="a"), timeout=TIMEOUT_S)
+    await served.engine.wait_for(lambda: len(served.engine.requests) == 2)
+    served.engine.emit("Hi", is_degraded=True)
+    assert not (await call.read()).degraded
+    served.engine.emit(finish_reason=FinishReason.STOP, is_degraded=True)
+    assert (await call.read()).degraded
+
+
 async def test_defaults_are_those_of_http(served: Served) -> None:
     """Absent options: temperature 1, all tokens, random seed, the rest of the context."""
     await served.generate(prompt="hello")

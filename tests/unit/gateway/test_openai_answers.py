@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 
+from gateway.openai.logprobs import Json
+from gateway.sequence import FinishReason
 from tests.support.openai_calls import CHAT, HELLO, TEXT, events, post
 from tests.support.scripted_engine import CONTEXT, Gateway, scripted_gateway
 
@@ -241,3 +244,23 @@ async def test_without_a_tokenizer(session: aiohttp.ClientSession) -> None:
             status, answer = await post(session, gateway, path, bad)
             assert status == 400
             assert "tokenizer" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (TEXT, {"prompt": "a"})])
+async def test_what_is_degraded_says_so(
+    gateway: Gateway, session: aiohttp.ClientSession, path: str, body: Json, stream: bool
+) -> None:
+    """A choice, at its end, of which something was computed without an expert that nobody had."""
+    engine = gateway.engine
+    engine.manual = True
+    for is_degraded in (False, True):
+        ask = events if stream else post
+        waiting = asyncio.create_task(ask(session, gateway, path, body))
+        await engine.wait_for(lambda count=is_degraded + 1: len(engine.requests) == count)
+        engine.emit("Hi", is_degraded=is_degraded)
+        engine.emit(finish_reason=FinishReason.STOP, is_degraded=is_degraded)
+        answer = await waiting
+        answers = answer if stream else [answer[1]]
+        told = [choice.get("degraded") for each in answers for choice in each["choices"]]
+        assert told == [*[None] * (len(told) - 1), is_degraded or None]
