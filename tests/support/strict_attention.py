@@ -237,8 +237,6 @@ class ScriptedPort:
         self.token_of = next_token
         self.kills: Callable[[Sequence[int]], bool] = lambda token_ids: False
         """Whether rows of a request with these tokens take expert workers down."""
-        self.kill_next = 0
-        """So many further steps lose expert workers, whatever they compute."""
         self.num_killed = 0
         """Expert workers so far."""
         self.lethal_layer = 2
@@ -338,7 +336,7 @@ class ScriptedPort:
             return pb.StepResponse(step=step.step, status=status, message=message)
         if self._missing:
             return self._paused(step)
-        if self.kill_next or any(map(self.kills, self._tokens(step))):
+        if any(map(self.kills, self._tokens(step))):
             return self._lethal(step)
         return self._done(step)
 
@@ -377,7 +375,6 @@ class ScriptedPort:
 
     def _lethal(self, step: pb.StepRequest) -> pb.StepResponse:
         self.worker.apply_deltas(step)
-        self.kill_next = max(0, self.kill_next - 1)
         self.num_killed += 1 if step.cautious else 2
         return pb.StepResponse(
             step=step.step,

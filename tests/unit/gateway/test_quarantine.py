@@ -89,14 +89,25 @@ async def test_a_request_that_turns_poisonous(bench: Bench) -> None:
 
 async def test_expert_workers_that_die_by_chance(bench: Bench) -> None:
     """Two are killed within a step: all are computed alone once, and go on together."""
-    answers = [bench.ask(name, [index], 20) for index, name in enumerate("abc")]
-    await answers[0].first.wait()
-    bench.port.kill_next = 1
+    struck: list[Sequence[int]] = []
+
+    def strike(token_ids: Sequence[int]) -> bool:
+        if token_ids[0] == 1 and not struck:
+            struck.append(token_ids)
+            return True
+        return False
+
+    bench.port.kills = strike
+    bench.port.gate.clear()
+    answers = [bench.ask("a", [0], 20)]
+    await bench.hold_step()
+    answers += [bench.ask(name, [index], 20) for index, name in enumerate("bc", start=1)]
+    bench.port.gate.set()
     for index, answer in enumerate(answers):
         await assert_served(answer, [index], 20)
-    assert bench.port.kill_next == 0
+    assert bench.port.num_killed == 2
     steps = [step for step in bench.port.steps if step.cautious]
-    assert {len(step.scheduled) for step in steps} <= {1}
+    assert [len(step.scheduled) for step in steps] == [1, 1, 1]
     assert not bench.port.steps[-1].cautious
 
 
