@@ -7,59 +7,13 @@ The same checks run against a real control plane where `ETCD_BIN`, `KUBE_APISERV
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from tests.support.kube.api_server import FakeApiServer
-from tests.support.kube.client import KubeClient
-from tests.support.kube.control_plane import TOKEN, ControlPlane, binaries, control_plane
+from tests.cluster.servers import NAMESPACE, Server
 from tests.support.kube.resources import CONFIG_MAPS, STATEFUL_SETS, ApiError, Json
 
-NAMESPACE = "default"
 EVENT_TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server under test."""
-
-    client: KubeClient
-    forget: Callable[[], Awaitable[None]]
-    """Has it forget the history of changes."""
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[ControlPlane]:
-    """A real control plane."""
-    paths = binaries()
-    assert paths is not None
-    with control_plane(paths) as plane:
-        yield plane
-
-
-_NEEDS_BINARIES = pytest.mark.skipif(
-    binaries() is None, reason="no binaries of a control plane are named"
-)
-
-
-@pytest.fixture(params=["fake", pytest.param("real", marks=_NEEDS_BINARIES)])
-async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
-    """Each server in turn, without objects of earlier tests."""
-    if request.param == "fake":
-        async with FakeApiServer() as api, KubeClient(api.url) as client:
-
-            async def forget() -> None:
-                api.gone()
-
-            yield Server(client, forget)
-        return
-    plane: ControlPlane = request.getfixturevalue("real")
-    async with KubeClient(plane.url, TOKEN) as client:
-        yield Server(client, lambda: asyncio.to_thread(plane.restart_server))
-        for resource in (CONFIG_MAPS, STATEFUL_SETS):
-            await client.request("DELETE", resource.path(NAMESPACE))
 
 
 def _config(name: str, **labels: str) -> Json:

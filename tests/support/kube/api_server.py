@@ -80,9 +80,9 @@ class FakeApiServer:
         """Where it listens."""
         return f"http://127.0.0.1:{self._port}"
 
-    def write_kubeconfig(self, path: Path, namespace: str = "default") -> Path:
-        """Writes a file that has kubectl and clients come here."""
-        path.write_text(kubeconfig(self.url, namespace))
+    def write_kubeconfig(self, path: Path, namespace: str = "default", token: str = "") -> Path:
+        """Writes a file that has kubectl and clients come here, with a token if there is one."""
+        path.write_text(kubeconfig(self.url, namespace, token))
         return path
 
     # --- faults ---
@@ -255,15 +255,15 @@ class FakeApiServer:
         raise ApiError(405, "MethodNotAllowed", f"{request.method} of {name}")
 
 
-def kubeconfig(url: str, namespace: str) -> str:
-    """The text of a file that leads to a server without credentials."""
+def kubeconfig(url: str, namespace: str, token: str) -> str:
+    """The text of a file that leads to a server."""
     named = {"cluster": "test", "user": "test", "namespace": namespace}
     return yaml.safe_dump(
         {
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "test", "cluster": {"server": url}}],
-            "users": [{"name": "test", "user": {}}],
+            "users": [{"name": "test", "user": {"token": token} if token else {}}],
             "contexts": [{"name": "test", "context": named}],
             "current-context": "test",
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -101,7 +101,7 @@ class KubeClient:
 
     async def watch(
         self, resource: Resource, namespace: str = "", *, timeout_s: float, **query: str
-    ) -> AsyncIterator[tuple[str, Json]]:
+    ) -> AsyncGenerator[tuple[str, Json], None]:
         """Type and object of each event, until the server ends the watch."""
         params = {"watch": "1", "timeoutSeconds": f"{timeout_s:.0f}", **query}
         timeout = aiohttp.ClientTimeout(total=timeout_s + 10.0)

@@ -54,7 +54,7 @@ class ControlPlane:
         make = ["openssl", "genrsa", "-out", str(key), "2048"]
         subprocess.run(make, check=True, capture_output=True, timeout=_START_S)
         (self._folder / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
-        (self._folder / "kubeconfig").write_text(self._kubeconfig())
+        (self._folder / "kubeconfig").write_text(self.kubeconfig)
         peer = f"http://127.0.0.1:{free_port()}"
         self._run(
             "ETCD_BIN",
@@ -129,7 +129,9 @@ class ControlPlane:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _kubeconfig(self) -> str:
+    @property
+    def kubeconfig(self) -> str:
+        """Text of a file for the administrator."""
         cluster = {"server": self.url, "insecure-skip-tls-verify": True}
         return yaml.safe_dump(
             {

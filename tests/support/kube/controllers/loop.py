@@ -10,6 +10,7 @@ from tests.support.kube.controllers import (
     deployments,
     disruption_budgets,
     endpoint_slices,
+    root_certificates,
     stateful_sets,
 )
 from tests.support.kube.store import Store
@@ -49,6 +50,7 @@ class Controllers:
     async def _run(self) -> None:
         while True:
             change = self._store.next_change  # before looking, so that none is missed
+            root_certificates.reconcile(self._store)
             stateful_sets.reconcile(self._store)
             deployments.reconcile(self._store)
             endpoint_slices.reconcile(self._store, self._max_endpoints)
