@@ -61,7 +61,7 @@ test-all: lint type imports proto-check ## As test, with what takes longer
 	@$(call pytest,not gpu and not chaos)
 
 chaos: $(VENV)/.dev-stamp ## Kill, stop, cut off and misuse workers under load; print what clients saw
-	@$(BIN)/python -m pytest -m chaos tests/chaos $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m chaos tests/chaos tests/cluster $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.dev-stamp ## The kernels for GPUs, on one; needs a CUDA device and a torch for it
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("error: torch finds no CUDA device")'

@@ -51,13 +51,17 @@ class Deployed:
         what = f"{count} expert workers are ready"
         self.cluster.wait(PODS, are_ready, what=what, timeout_s=TIMEOUT_S)
 
-    def wait_restarted(self, name: str) -> None:
-        """Waits until the container of a pod was started again and is ready."""
+    def restarts(self, name: str) -> int:
+        """How often the container of a pod was started again."""
+        (pod,) = (pod for pod in self.expert_pods() if pod["metadata"]["name"] == name)
+        return int(pod["status"]["containerStatuses"][0]["restartCount"])
+
+    def wait_restarted(self, name: str, before: int) -> None:
+        """Waits until that is more than it was before, and the pod is ready."""
 
         def is_restarted(pods: list[Json]) -> bool:
             (pod,) = (pod for pod in pods if pod["metadata"]["name"] == name)
-            (status,) = pod["status"]["containerStatuses"]
-            return status["restartCount"] > 0 and status["ready"]
+            return self.restarts(name) > before and is_ready(pod)
 
         what = f"{name} is ready again"
         self.cluster.wait(PODS, is_restarted, what=what, timeout_s=TIMEOUT_S)

@@ -77,8 +77,6 @@ def _workload(kind: str, name: str, models: Path, cache: Path) -> dict[str, obje
         for volume, path in (("models", models), ("cache", cache))
     ]
     pod = {
-        # The model is there.
-        "initContainers": [{"name": "model", "$patch": "delete"}],
         "containers": [container],
         "volumes": volumes,
     }

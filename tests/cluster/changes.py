@@ -1,0 +1,84 @@
+"""What is done by kubectl to a mesh while streams are open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.chaos.harness.checks import longest_gap_s, wait_idle
+from tests.chaos.harness.load import Load
+from tests.chaos.harness.suffering import Traffic, judge
+from tests.chaos.harness.table import Row
+from tests.cluster.deployed import EXPERTS, TIMEOUT_S, Deployed, timed
+from tests.support.kube.api_server import FakeApiServer
+from tests.support.kube.resources import PODS
+
+_NUM_STREAMS = 4
+_TOKENS = 50
+"""Between two changes."""
+
+
+@contextmanager
+def under_load(mesh: Deployed, traffic: Traffic, times: dict[str, float]) -> Iterator[Load]:
+    """Streams are open meanwhile; fails if a request failed or was answered differently."""
+    with Load([mesh.port], traffic.workload, _NUM_STREAMS) as load:
+        load.wait_tokens(_TOKENS)
+        yield load
+        streams = load.finish()
+    wait_idle(mesh.api)
+    times["longest gap between two tokens"] = longest_gap_s(streams)
+    judge(streams, traffic.expected, Row("kubectl"))
+
+
+def change_pods(mesh: Deployed, load: Load, times: dict[str, float], prefix: str = "") -> None:
+    """Everything once: scale up and down, an outage and a kill, a deleted pod, a restart of all.
+
+    Args:
+        mesh: Two expert workers serve, before and after.
+        load: Must go on.
+        times: Is told how long each takes.
+        prefix: Of what it is told.
+    """
+    for count in (4, 2):
+        with timed(times, f"{prefix}scale to {count}"):
+            mesh.cluster.kubectl("scale", EXPERTS, f"--replicas={count}")
+            mesh.settle(load, count, _TOKENS)
+    with timed(times, f"{prefix}kill -9 while the API is away"):
+        _kill_in_outage(mesh, load)
+    before = mesh.incarnations()
+    with timed(times, f"{prefix}delete pod"):
+        mesh.cluster.kubectl("delete", "pod", "expert-worker-0", timeout_s=TIMEOUT_S)
+        mesh.settle(load, 2, _TOKENS)
+    assert mesh.incarnations()["expert-worker-0"] != before["expert-worker-0"]
+    before = mesh.incarnations()
+    with timed(times, f"{prefix}rollout restart"):
+        mesh.cluster.kubectl("rollout", "restart", EXPERTS)
+        status = ("rollout", "status", EXPERTS, f"--timeout={TIMEOUT_S:.0f}s")
+        mesh.cluster.kubectl(*status, timeout_s=TIMEOUT_S)
+        mesh.settle(load, 2, _TOKENS)
+    assert not set(before.values()) & set(mesh.incarnations().values())
+
+
+def _kill_in_outage(mesh: Deployed, load: Load) -> None:
+    """The API server is away; meanwhile a container is killed, and the kubelet starts it again."""
+    restarts = mesh.restarts("expert-worker-1")
+    with mesh.cluster.under(FakeApiServer.outage):
+        mesh.cluster.kill_container("expert-worker-1", "expert-worker")
+        load.wait_tokens(4 * _TOKENS)
+    mesh.wait_restarted("expert-worker-1", restarts)
+    mesh.settle(load, 2, _TOKENS)
+
+
+def drain_node(mesh: Deployed, load: Load) -> None:
+    """Drains the node of an expert worker, where no gateway is, and takes it back."""
+    pods = mesh.cluster.list(PODS)
+    gateways = {pod["spec"]["nodeName"] for pod in pods if "gateway" in pod["metadata"]["name"]}
+    victim = next(pod for pod in mesh.expert_pods() if pod["spec"]["nodeName"] not in gateways)
+    name, node = victim["metadata"]["name"], victim["spec"]["nodeName"]
+    mesh.cluster.kubectl(
+        "drain", node, "--delete-emptydir-data", f"--timeout={TIMEOUT_S:.0f}s", timeout_s=TIMEOUT_S
+    )
+    mesh.settle(load, 2, _TOKENS)
+    moved = next(pod for pod in mesh.expert_pods() if pod["metadata"]["name"] == name)
+    assert moved["spec"]["nodeName"] != node
+    mesh.cluster.kubectl("uncordon", node)
