@@ -14,7 +14,15 @@ from tests.support.kube.resources import CONFIG_MAPS, SECRETS, ApiError, Json
 
 _VARIABLE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
 _FIELD = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
-_UNITS = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 1e3, "M": 1e6, "G": 1e9}
+_UNITS = {
+    "m": 1e-3,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+}
 _ANY_ADDRESS = "0.0.0.0"
 
 

@@ -150,7 +150,11 @@ class Kubelet:
         node = min(free, key=bound.count)
         path = PODS.path(metadata["namespace"], metadata["name"]) + "/binding"
         target = {"apiVersion": "v1", "kind": "Node", "name": node}
-        body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": metadata["name"]}}
+        body = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {"name": metadata["name"]},
+        }
         await self._client.request("POST", path, body={**body, "target": target})
 
     def _start(self, pod: Json) -> None:

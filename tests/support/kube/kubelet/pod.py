@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +16,8 @@ from tests.support.kube.client import KubeClient
 from tests.support.kube.kubelet.container import Container, Lifeline
 from tests.support.kube.kubelet.environment import Sandbox, command_of, variables_of
 from tests.support.kube.kubelet.images import entrypoint_of
-from tests.support.kube.kubelet.probes import Probe
+from tests.support.kube.kubelet.prober import Prober
+from tests.support.kube.kubelet.status import ContainerState, PodState
 from tests.support.kube.kubelet.volumes import folders_of, make_volumes
 from tests.support.kube.resources import PODS, ApiError, Json
 from tests.support.kube.store import now
@@ -27,37 +27,6 @@ _T = TypeVar("_T")
 _TRY_AGAIN_S = 0.2
 _RESTART_S = 10.0
 """Before the second restart and all later ones; between attempts of an init container."""
-
-
-@dataclass
-class _State:
-    """Of one container."""
-
-    name: str
-    image: str
-    is_running: bool = False
-    has_started: bool = False
-    is_ready: bool = False
-    exit_code: int | None = None
-    num_restarts: int = 0
-    since: str = field(default_factory=now)
-
-    def report(self) -> Json:
-        """As the status of a pod has it."""
-        state: Json = {"waiting": {"reason": "ContainerCreating"}}
-        if self.is_running:
-            state = {"running": {"startedAt": self.since}}
-        elif self.exit_code is not None:
-            state = {"terminated": {"exitCode": self.exit_code, "finishedAt": self.since}}
-        return {
-            "name": self.name,
-            "image": self.image,
-            "imageID": self.image,
-            "ready": self.is_ready,
-            "started": self.has_started,
-            "restartCount": self.num_restarts,
-            "state": state,
-        }
 
 
 class PodRunner:
@@ -86,11 +55,7 @@ class PodRunner:
         self._ending = asyncio.Event()
         self._news = asyncio.Event()
         self._volumes: dict[str, Path] = {}
-        self._states = [
-            _State(each["name"], each.get("image", "")) for each in pod["spec"]["containers"]
-        ]
-        self._is_initialized = False
-        self._ready_since = ("False", now())
+        self._state = PodState(pod, address)
         self._running: dict[str, Container] = {}
         self._grace_s = 0.0
 
@@ -132,7 +97,7 @@ class PodRunner:
         self._folder.mkdir(parents=True)
         async with asyncio.TaskGroup() as group:
             reporter = group.create_task(self._report())
-            self._tell()
+            self._news.set()
             lives = [group.create_task(self._initialize())]
             await asyncio.wait(
                 [lives[0], ending := group.create_task(self._ending.wait())],
@@ -142,7 +107,9 @@ class PodRunner:
                 lives += [
                     group.create_task(self._live(container, state))
                     for container, state in zip(
-                        self._pod["spec"]["containers"], self._states, strict=True
+                        self._pod["spec"]["containers"],
+                        self._state.containers,
+                        strict=True,
                     )
                 ]
             await ending
@@ -160,7 +127,7 @@ class PodRunner:
         )
         for container in spec.get("initContainers", []):
             await self._run_to_success(container)
-        self._is_initialized = True
+        self._state.is_initialized = True
 
     async def _run_to_success(self, container: Json) -> None:
         for pause_s in itertools.chain([0.0], itertools.repeat(_RESTART_S)):
@@ -186,20 +153,21 @@ class PodRunner:
         self._running[container["name"]] = process
         return process
 
-    async def _live(self, container: Json, state: _State) -> None:
+    async def _live(self, container: Json, state: ContainerState) -> None:
         """Starts a container, probes it, and starts it again when it has ended."""
         while not self._ending.is_set():
             process = await self._start(container)
             state.is_running, state.exit_code, state.since = True, None, now()
-            self._tell()
-            probing = asyncio.create_task(self._probe(container, state, process))
+            self._news.set()
+            prober = Prober(container, self._address, process, state, self._news.set)
+            probing = asyncio.create_task(prober.run())
             try:
                 state.exit_code = await process.wait()
             finally:
                 probing.cancel()
             state.is_running = state.is_ready = state.has_started = False
             state.since = now()
-            self._tell()
+            self._news.set()
             if self._ending.is_set():
                 return
             state.num_restarts += 1
@@ -207,58 +175,12 @@ class PodRunner:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), _RESTART_S)
 
-    async def _probe(self, container: Json, state: _State, process: Container) -> None:
-        """Startup first, then readiness and liveness."""
-
-        def probe(name: str) -> Probe | None:
-            manifest = container.get(name)
-            return manifest and Probe(manifest, container, self._address, process.execute)
-
-        if startup := probe("startupProbe"):
-            await self._until_started(startup, process)
-        state.has_started = True
-        ready, alive = probe("readinessProbe"), probe("livenessProbe")
-        state.is_ready = ready is None
-        self._tell()
-        async with asyncio.TaskGroup() as group:
-            if ready:
-                group.create_task(self._watch_readiness(ready, state))
-            if alive:
-                group.create_task(self._watch_liveness(alive, process))
-
-    async def _until_started(self, probe: Probe, process: Container) -> None:
-        failures = 0
-        await asyncio.sleep(probe.delay_s)
-        while not await probe.ask():
-            failures += 1
-            if failures >= probe.failure_threshold:
-                process.kill()
-            await asyncio.sleep(probe.period_s)
-
-    async def _watch_readiness(self, probe: Probe, state: _State) -> None:
-        failures = 0
-        await asyncio.sleep(probe.delay_s)
-        while True:
-            failures = 0 if await probe.ask() else failures + 1
-            if failures == 0 or failures >= probe.failure_threshold:
-                state.is_ready = failures == 0
-                self._tell()
-            await asyncio.sleep(probe.period_s)
-
-    async def _watch_liveness(self, probe: Probe, process: Container) -> None:
-        failures = 0
-        await asyncio.sleep(probe.delay_s)
-        while failures < probe.failure_threshold:
-            await asyncio.sleep(probe.period_s)
-            failures = 0 if await probe.ask() else failures + 1
-        process.kill()
-
     # --- the end ---
 
     async def _stop(self, lives: list[asyncio.Task[None]]) -> None:
         """preStop, SIGTERM, and SIGKILL when the grace is over."""
         deadline = time.monotonic() + self._grace_s
-        if not self._is_initialized:
+        if not self._state.is_initialized:
             self.kill()
             for life in lives:
                 life.cancel()
@@ -307,12 +229,6 @@ class PodRunner:
 
     # --- status ---
 
-    def _tell(self) -> None:
-        is_ready = self._is_initialized and all(state.is_ready for state in self._states)
-        if self._ready_since[0] != str(is_ready):
-            self._ready_since = (str(is_ready), now())
-        self._news.set()
-
     async def _report(self) -> None:
         """Writes the latest status, again and again while the API is away."""
         metadata = self._pod["metadata"]
@@ -320,7 +236,10 @@ class PodRunner:
             await self._news.wait()
             self._news.clear()
             try:
-                status = {"metadata": {"uid": metadata["uid"]}, "status": self._status()}
+                status = {
+                    "metadata": {"uid": metadata["uid"]},
+                    "status": self._state.report(),
+                }
                 await self._client.patch(
                     PODS, metadata["namespace"], metadata["name"], status, "/status"
                 )
@@ -334,27 +253,6 @@ class PodRunner:
     async def _later(self) -> None:
         await asyncio.sleep(_TRY_AGAIN_S)
         self._news.set()
-
-    def _status(self) -> Json:
-        is_ready, since = self._ready_since
-        is_running = any(state.is_running or state.exit_code is not None for state in self._states)
-        conditions = {
-            "PodScheduled": "True",
-            "Initialized": str(self._is_initialized),
-            "ContainersReady": is_ready,
-            "Ready": is_ready,
-        }
-        return {
-            "phase": "Running" if is_running else "Pending",
-            "podIP": self._address,
-            "podIPs": [{"ip": self._address}],
-            "hostIP": "127.0.0.1",
-            "conditions": [
-                {"type": name, "status": status, "lastTransitionTime": since}
-                for name, status in conditions.items()
-            ],
-            "containerStatuses": [state.report() for state in self._states],
-        }
 
     async def _until_done(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """What `attempt` returns, once the API is there and has what it asks for."""

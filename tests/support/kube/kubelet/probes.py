@@ -79,7 +79,10 @@ def _ask_grpc(target: str, service: str, timeout_s: float) -> bool:
 async def _ask_http(url: str, timeout_s: float) -> bool:
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(url) as response,
+        ):
             return 200 <= response.status < 400
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False
