@@ -16,8 +16,8 @@ from tests.support.kube.resources import PODS, Json
 from tests.support.processes import poll
 
 EXPERTS = "statefulset/expert-worker"
-TIMEOUT_S = 120.0
-"""Of everything that is waited for: the machine may be busy."""
+TIMEOUT_S = 180.0
+"""Of everything that is waited for: the machine may be busy, or kernels have to be compiled."""
 _EXPERT_WORKER = "expert-worker"
 _MIN_COPIES = 2
 

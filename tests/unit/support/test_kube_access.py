@@ -59,7 +59,7 @@ async def test_what_roles_allow(gateway: KubeClient) -> None:
     ("resource", "namespace", "name"),
     [
         pytest.param(LEASES, NAMESPACE, "theirs", id="another name"),
-        pytest.param(LEASES, NAMESPACE, "", id="another verb"),
+        pytest.param(PODS, NAMESPACE, "one", id="another verb"),
         pytest.param(SECRETS, NAMESPACE, "", id="another resource"),
         pytest.param(PODS, "kube-system", "", id="another namespace"),
     ],
