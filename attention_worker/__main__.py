@@ -11,7 +11,7 @@ from expertmesh.cores import settle
 from expertmesh.errors import StartupError
 from expertmesh.logs import configure_logging
 from expertmesh.processes import announce_failure, announce_ready
-from expertmesh.quiet_gc import QuietGc
+from expertmesh.quiet_gc import QuietGc, pause_while_starting
 from expertmesh.stop_request import StopRequest, end_within
 
 STOP_GRACE_S = 1.0
@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
 
 def _serve(settings: AttentionWorkerSettings, stopping: StopRequest) -> None:
     configure_logging(settings.log, "attention worker")
+    pause_while_starting()
     share = settle(settings.threads, settings.cores)
     # Numba and torch come now, after settings were checked.
     from expertmesh_kernels.compile_elsewhere import compile_elsewhere, end_of_start

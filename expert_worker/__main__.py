@@ -20,7 +20,7 @@ from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import resolve_model
 from expertmesh.priority import run_behind
 from expertmesh.processes import announce_failure, announce_ready
-from expertmesh.quiet_gc import QuietGc
+from expertmesh.quiet_gc import QuietGc, pause_while_starting
 from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings, data_home
 from expertmesh.stop_request import StopRequest, end_within
 
@@ -81,6 +81,7 @@ def _serve(
     stopping: StopRequest,
     asked: Probes,
 ) -> None:
+    pause_while_starting()
     share = settle(settings.threads, settings.cores)
     checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
     chosen_experts(settings.experts, checkpoint.config, settings.expert_slots)  # or refused at once

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from expertmesh.quiet_gc import YOUNG_OBJECTS, QuietGc
+from expertmesh.quiet_gc import YOUNG_OBJECTS, QuietGc, pause_while_starting
 
 WAIT_S = 10.0
 
@@ -84,3 +84,15 @@ def test_settings_are_owned_and_given_back(counting: list[int]) -> None:
         assert counting
     assert gc.get_threshold() == thresholds
     assert "quiet-gc" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_start_looks_for_nothing(counting: list[int]) -> None:
+    """Between the beginning of a start and its end nothing is looked through; then as above."""
+    pause_while_starting()
+    try:
+        counting.clear()
+        kept = [[] for _ in range(2 * YOUNG_OBJECTS)]
+        assert (len(kept), counting) == (2 * YOUNG_OBJECTS, [])
+    finally:
+        with QuietGc(lambda: 0, look_every_s=WAIT_S):
+            assert gc.isenabled()
