@@ -36,8 +36,6 @@ class Kubelet:
         url: Of the API server.
         folder: For files and logs of pods.
         nodes: Pods are spread over them.
-        network: The first three numbers of the addresses of pods.
-        token: Who asks the API.
     """
 
     def __init__(
@@ -46,14 +44,12 @@ class Kubelet:
         folder: Path,
         *,
         nodes: Sequence[str] = ("node-a", "node-b", "node-c"),
-        network: str = "",
-        token: str = "",
     ) -> None:
-        self._client = KubeClient(url, token)
+        self._client = KubeClient(url)
         self._folder = folder
         self._nodes = list(nodes)
         # Of another process than this, tests may run beside these.
-        self._network = network or f"127.77.{os.getpid() % 250}"
+        self._network = f"127.77.{os.getpid() % 250}"
         self._addresses = itertools.count(1)
         self._runners: dict[str, PodRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -60,11 +60,6 @@ class PodRunner:
         self._grace_s = 0.0
 
     @property
-    def uid(self) -> str:
-        """Of the pod."""
-        return str(self._pod["metadata"]["uid"])
-
-    @property
     def name(self) -> str:
         """Of the pod."""
         return str(self._pod["metadata"]["name"])
