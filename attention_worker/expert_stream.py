@@ -30,6 +30,7 @@ from attention_worker.link import Link
 from attention_worker.observed import Observed
 from attention_worker.trust import Refusal, Trust
 from expertmesh.placement import ExpertWorkerEntry
+from expertmesh.transport import Transport
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire_encode import CallId, RequestFrame
@@ -49,16 +50,20 @@ class ExpertStream:
     """Calls to one expert worker; opens at once.
 
     Args:
+        transport: Connects to it.
         worker: Address, incarnation and credits, from the expert map.
-        max_message_bytes: Largest message in either direction.
+        num_bytes: Largest message in either direction.
         times: Of calls; more are added.
     """
 
-    def __init__(self, worker: ExpertWorkerEntry, max_message_bytes: int, times: CallTimes) -> None:
+    def __init__(
+        self, transport: Transport, worker: ExpertWorkerEntry, num_bytes: int, times: CallTimes
+    ) -> None:
+        self._transport = transport
         self.worker = worker
         self._times = times
         self._trust = Trust()
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes = num_bytes
         self._lock = threading.Lock()
         self._outbox: Outbox = queue.SimpleQueue()
         self._stream: grpc.Call | None = None
@@ -313,13 +318,15 @@ class ExpertStream:
 
     def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
-        with rpc.forward_rpc(self.worker.address, self._max_message_bytes) as forward:
-            while not self._closed.is_set():
+        while not self._closed.is_set():
+            with rpc.forward_rpc(
+                self._transport, self.worker.address, self._max_message_bytes
+            ) as forward:
                 was_up = self._serve(forward)
-                backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
-                if self._retired:
-                    return
-                self._closed.wait(backoff_s)
+            backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
+            if self._retired:
+                return
+            self._closed.wait(backoff_s)
 
     def _serve(self, forward: rpc.ForwardRpc) -> bool:
         """One stream from open to end; True if it was up."""

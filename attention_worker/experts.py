@@ -26,6 +26,7 @@ from attention_worker.remote_call import Common, RemoteCall
 from expert_worker.store import ExpertStore
 from expertmesh.model_config import Activation, DtypeName, ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
+from expertmesh.transport import Plaintext, Transport
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.wire import WireDtype, fingerprint64, incarnation, max_message_bytes
 from expertmesh.wire_encode import CallId
@@ -160,6 +161,7 @@ class RemoteExperts:
         wire_dtype: How hidden states travel; by default as they are.
         device: Where hidden states are.
         allow_degraded: Whether experts without any copy are left out.
+        transport: Connects to expert workers; plain text by default.
     """
 
     def __init__(
@@ -171,7 +173,9 @@ class RemoteExperts:
         device: str = "cpu",
         *,
         allow_degraded: bool = False,
+        transport: Transport | None = None,
     ) -> None:
+        self._transport = transport or Plaintext()
         self._config = config
         self._fingerprint = fingerprint64(model_fingerprint)
         self._dtype: DtypeName = dtype
@@ -325,7 +329,7 @@ class RemoteExperts:
     def _open(self, worker: ExpertWorkerEntry) -> ExpertStream:
         credits = worker.row_credits or DEFAULT_ROW_CREDITS
         num_bytes = max_message_bytes(self._config, self._dtype, credits)
-        return ExpertStream(worker, num_bytes, self._common.times)
+        return ExpertStream(self._transport, worker, num_bytes, self._common.times)
 
     def _close_unpinned(self) -> None:
         """Closes retired streams that the running step cannot use. The lock is held."""

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import grpc
 
 from expertmesh.grpc_options import channel_options
+from expertmesh.transport import Transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, sealed_receiver
 from expertmesh.wire_encode import RequestFrame
@@ -23,14 +24,15 @@ read_reply = sealed_receiver(pb.ForwardResponse)
 
 
 @contextmanager
-def forward_rpc(address: str, max_message_bytes: int) -> Iterator[ForwardRpc]:
+def forward_rpc(transport: Transport, address: str, max_message_bytes: int) -> Iterator[ForwardRpc]:
     """Opens streams to an expert worker, until the context ends.
 
     Args:
+        transport: Connects to it.
         address: host:port.
         max_message_bytes: Largest message in either direction.
     """
-    with grpc.insecure_channel(address, options=channel_options(max_message_bytes)) as channel:
+    with transport.channel(address, channel_options(max_message_bytes)) as channel:
         yield channel.stream_stream(
             _METHOD,
             request_serializer=_message_of,

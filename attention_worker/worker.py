@@ -35,6 +35,7 @@ from expertmesh.expert_plan import plan_experts
 from expertmesh.model_config import DtypeName, MlaConfig, ModelConfig
 from expertmesh.model_tools.model_size import model_size
 from expertmesh.model_tools.worker_memory import attention_worker_nbytes
+from expertmesh.transport import make_transport
 from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2
 from expertmesh.wire import DTYPE_CODES, WireDtype, incarnation, wire_dtypes
@@ -156,7 +157,11 @@ def _experts(
     if not settings.colocated:
         how = _wire_dtype(settings, dtype), settings.device
         degraded = settings.allow_degraded
-        remote = RemoteExperts(config, fingerprint, dtype, *how, allow_degraded=degraded)
+        remote = RemoteExperts(
+            *(config, fingerprint, dtype, *how),
+            allow_degraded=degraded,
+            transport=make_transport(settings.tls_files),
+        )
         remote.warm_up()
         return remote, remote, ZeroExperts(config, fingerprint, dtype, *how)
     store = ExpertStore(checkpoint, dtype, settings.device, expert_dtype=settings.expert_dtype)

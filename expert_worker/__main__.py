@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     try:
         settings, metrics_port = parse_settings(argv)
         configure_logging(settings.log, settings.worker_id or "expert worker")
+        warn_of_exposure(settings.host, encrypted=settings.tls_files is not None)
         with probes(settings.health_host or settings.host, settings.health_port) as asked:
             _serve(settings, metrics_port, argv, stopping, asked)
     except StartupError as error:
@@ -56,7 +57,10 @@ def parse_settings(argv: list[str]) -> tuple[ExpertWorkerSettings, int | None]:
     for kind in (ExpertWorkerOptions, LogSettings):
         for entry in dataclasses.fields(kind):
             flag = f"--{entry.name.replace('_', '-')}"
-            parser.add_argument(flag, type=_reader(kind, entry.name), default=entry.default)
+            if isinstance(entry.default, bool):
+                parser.add_argument(flag, action="store_true")
+            else:
+                parser.add_argument(flag, type=_reader(kind, entry.name), default=entry.default)
     values = vars(parser.parse_args(argv))
     metrics_port: int | None = values.pop("metrics_port")
     if metrics_port is not None and not 0 <= metrics_port <= 65_535:

@@ -12,13 +12,17 @@ import logging
 import os
 import sys
 import time
+from dataclasses import fields
 
 import grpc
 
 from expertmesh.addresses import join_address
+from expertmesh.errors import StartupError
 from expertmesh.grpc_options import channel_options
 from expertmesh.logs import configure_logging
 from expertmesh.settings import ExpertWorkerOptions, LogSettings
+from expertmesh.tls_settings import MeshTls
+from expertmesh.transport import make_transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
 
@@ -40,11 +44,14 @@ def main(argv: list[str]) -> int:
     configure_logging(LogSettings(), "hand over")
     options = channel_options(_MAX_MESSAGE_BYTES)
     address = join_address(arguments.host, arguments.port)
-    with grpc.insecure_channel(address, options=options) as channel:
-        try:
+    try:
+        transport = make_transport(tls_of(arguments).tls_files)
+        with transport.channel(address, options) as channel:
             logger.info("%s", hand_over(channel, arguments.timeout_s))
-        except grpc.RpcError as error:
-            logger.warning("not handed over, SIGTERM will do: %s", error.details())
+    except grpc.RpcError as error:
+        logger.warning("not handed over, SIGTERM will do: %s", error.details())
+    except StartupError as error:
+        logger.warning("not handed over, SIGTERM will do: %s", error)
     return 0
 
 
@@ -82,14 +89,26 @@ def _left(progress: pb.DrainResponse) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """`host`, `port` and `timeout_s`."""
+    """`host`, `port`, `timeout_s`, and the fields of `MeshTls`."""
     parser = argparse.ArgumentParser(prog="expert_worker.hand_over", description=__doc__)
     # A kubelet puts no variables into the command of a hook, so that address is looked up here.
     host = os.environ.get(POD_IP, ExpertWorkerOptions.host)
     parser.add_argument("--host", default=host, help=f"of the expert worker; ${POD_IP} if set")
     parser.add_argument("--port", type=int, default=ExpertWorkerOptions.port, help="of it")
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="longest wait")
+    for entry in fields(MeshTls):
+        flag = f"--{entry.name.replace('_', '-')}"
+        parser.add_argument(flag, default="", help="as the expert worker has it")
     return parser.parse_args(argv)
+
+
+def tls_of(arguments: argparse.Namespace) -> MeshTls:
+    """How the expert worker is to be spoken to.
+
+    Raises:
+        SettingsError: Some files are missing.
+    """
+    return MeshTls(**{entry.name: getattr(arguments, entry.name) for entry in fields(MeshTls)})
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from expert_worker.store import ExpertStore
 from expertmesh.addresses import join_address
 from expertmesh.errors import PortError
 from expertmesh.grpc_options import server_options
+from expertmesh.transport import Plaintext, Transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, max_message_bytes, receiver, sealed_receiver
 from expertmesh.wire_encode import join_message
@@ -67,6 +68,7 @@ class ExpertServer:
         direct_port: Of direct connections; 0 picks a free one, None for gRPC alone.
         drain_grace_s: Longest time of a drain whose order does not say.
         on_drain: Called when a drain was ordered, in any thread; has `stop` called.
+        transport: How it is connected to; plain text by default.
         on_ready: Called with True once it is healthy, and with False when it will refuse calls.
 
     Raises:
@@ -85,7 +87,9 @@ class ExpertServer:
         drain_grace_s: float = 1.0,
         on_drain: Callable[[], None] = _nobody_ends_it,
         on_ready: Callable[[bool], None] = _nobody_asks,
+        transport: Transport | None = None,
     ) -> None:
+        transport = transport or Plaintext()
         self._drain_grace_s = drain_grace_s
         self._on_drain = on_drain
         self._on_ready = on_ready
@@ -120,7 +124,7 @@ class ExpertServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._set_health(_NOT_SERVING)
         try:
-            self.port = _bind(self._server, host, port)
+            self.port = _bind(self._server, transport, host, port)
         except PortError:
             self._direct.stop()
             raise
@@ -211,10 +215,10 @@ def _to_bytes(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _bind(server: grpc.Server, host: str, port: int) -> int:
+def _bind(server: grpc.Server, transport: Transport, host: str, port: int) -> int:
     """Binds; the port. A plain socket tries first, as gRPC would log its own lines."""
     bind(host, port).close()
     try:
-        return server.add_insecure_port(join_address(host, port))
+        return transport.bind(server, join_address(host, port))
     except RuntimeError as error:
         raise port_error(host, port, str(error)) from error

@@ -24,6 +24,7 @@ from expertmesh.errors import StartupError
 from expertmesh.model_config import DtypeName
 from expertmesh.settings import ExpertWorkerSettings
 from expertmesh.stop_request import StopRequest
+from expertmesh.transport import make_transport
 from expertmesh.wire import incarnation
 from expertmesh_kernels.cpu.team import start_team
 from expertmesh_kernels.self_test import experts_fingerprint
@@ -81,16 +82,19 @@ class ExpertWorker:
             row_credits=settings.row_credits,
             node=settings.node or socket.gethostname(),
         )
+        self.transport = make_transport(settings.tls_files)
+        has_direct = settings.direct_port >= 0 and self.transport.allows_direct
         self.server = ExpertServer(
             self.store,
             identity,
             settings.host,
             settings.port,
             settings.max_streams,
-            direct_port=settings.direct_port if settings.direct_port >= 0 else None,
+            direct_port=settings.direct_port if has_direct else None,
             drain_grace_s=settings.drain_grace_s,
             on_drain=on_drain,
             on_ready=on_ready,
+            transport=self.transport,
         )
         self._metrics = None
         if metrics_port is not None:

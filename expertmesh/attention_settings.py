@@ -11,11 +11,11 @@ from expertmesh.settings import (
     LogSettings,
     WireDtype,
 )
-from expertmesh.settings_base import Settings
+from expertmesh.tls_settings import MeshTls
 
 
 @dataclass(frozen=True)
-class AttentionWorkerSettings(Settings):
+class AttentionWorkerSettings(MeshTls):
     """Everything that an attention worker needs; its gateway fills this in."""
 
     model: str = "demo"

@@ -19,6 +19,7 @@ from expertmesh.expert_source import AddressList, ExpertSource, parse_experts
 from expertmesh.leader_lock import FileLock, LeaseLock, parse_lock
 from expertmesh.scaling_settings import ScalingSettings
 from expertmesh.settings_base import Settings, check_float, check_host, check_int, check_port
+from expertmesh.tls_settings import MeshTls, check_exposure
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WireDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -57,7 +58,16 @@ class HttpSettings(Settings):
     """Where the public APIs listen."""
 
     host: str = "127.0.0.1"
-    """Address to bind. The default is reachable from this machine only; elsewhere, use API keys."""
+    """Address to bind. The default is reachable from this machine only; elsewhere, use API keys,
+    and TLS or `insecure`."""
+    insecure: bool = False
+    """Plain text on `host`, whoever can reach it: behind a proxy that ends TLS, or on a network
+    that you trust."""
+    api_tls_cert_file: str = ""
+    """Certificate (PEM, with what leads to the authority) of the HTTP and the gRPC API, which are
+    plain text without. A file that changes is read anew."""
+    api_tls_key_file: str = ""
+    """Private key of --api-tls-cert-file."""
     port: int = 8000
     """Port of the OpenAI HTTP API and of /metrics; 0 picks a free one and prints it."""
     grpc_port: int = 50051
@@ -71,6 +81,16 @@ class HttpSettings(Settings):
     def __post_init__(self) -> None:
         """Checks the ranges."""
         check_host(self.host)
+        if bool(self.api_tls_cert_file) != bool(self.api_tls_key_file):
+            raise SettingsError(
+                "of api_tls_cert_file and api_tls_key_file one is set, expected both"
+            )
+        check_exposure(
+            self.host,
+            encrypted=bool(self.api_tls_cert_file),
+            insecure=self.insecure,
+            fix="use --api-tls-cert-file and --api-tls-key-file",
+        )
         check_port("port", self.port)
         check_port("grpc_port", self.grpc_port)
         for origin in self.origins:
@@ -190,7 +210,7 @@ class EngineSettings(Settings):
 
 
 @dataclass(frozen=True)
-class MeshOptions(Settings):
+class MeshOptions(MeshTls):
     """Where the experts are, and who decides it."""
 
     experts: str = ""
@@ -236,6 +256,7 @@ class MeshOptions(Settings):
 
     def __post_init__(self) -> None:
         """Checks the ranges and the addresses."""
+        super().__post_init__()
         check_int("min_copies", self.min_copies, 1, 256)
         check_int("move_mib_per_minute", self.move_mib_per_minute, 1, 2**30)
         check_int("attention_workers", self.attention_workers, 1, 64)
@@ -290,11 +311,13 @@ class GatewaySettings(Settings):
 
 
 @dataclass(frozen=True)
-class ExpertWorkerOptions(Settings):
+class ExpertWorkerOptions(MeshTls):
     """How an expert worker serves, whatever the model."""
 
     host: str = "127.0.0.1"
-    """Address to bind. There is no authentication: bind only to a network that you trust."""
+    """Address to bind. Others than this machine may reach it only with TLS, or with `insecure`."""
+    insecure: bool = False
+    """Plain text on `host`, whoever can reach it: for a network that you trust."""
     port: int = 50061
     """Port of the ExpertService; 0 picks a free one and prints it."""
     experts: str = "all"
@@ -341,7 +364,14 @@ class ExpertWorkerOptions(Settings):
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
+        super().__post_init__()
         check_host(self.host)
+        check_exposure(
+            self.host,
+            encrypted=self.tls_files is not None,
+            insecure=self.insecure,
+            fix="use --tls-cert-file, --tls-key-file and --tls-ca-file",
+        )
         check_port("port", self.port)
         check_int("start_niceness", self.start_niceness, 0, 19)
         check_int("direct_port", self.direct_port, -1, 65_535)

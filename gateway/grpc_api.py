@@ -24,6 +24,7 @@ from expertmesh.addresses import join_address
 from expertmesh.errors import PortError, RequestError
 from expertmesh.v1 import generation_service_pb2 as pb
 from gateway.api_keys import ApiKeys, bearer_key
+from gateway.api_tls import ApiTransport, PlainApi
 from gateway.generation_options import check_token_ids
 from gateway.grpc_calls import GenerateCall, expert_snapshot
 from gateway.grpc_errors import status_of
@@ -152,14 +153,21 @@ class GrpcServer:
         host: Address to bind.
         port: Port to bind; 0 picks a free one.
         keys: Which callers are served.
+        transport: How clients connect; in plain text by default.
     """
 
     def __init__(
-        self, frontend: GenerationFrontend, host: str, port: int, keys: ApiKeys | None = None
+        self,
+        frontend: GenerationFrontend,
+        host: str,
+        port: int,
+        keys: ApiKeys | None = None,
+        transport: ApiTransport | None = None,
     ) -> None:
         self._frontend = frontend
         self._keys = keys or ApiKeys()
         self._address = join_address(host, port)
+        self._transport = transport or PlainApi()
         self._health = health_aio.HealthServicer()
         self._follow: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None
@@ -181,7 +189,7 @@ class GrpcServer:
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
         try:
-            port = server.add_insecure_port(self._address)
+            port = self._transport.bind(server, self._address)
         except RuntimeError as error:
             raise PortError(
                 f"cannot listen on {self._address} for gRPC", fix="choose another --grpc-port"

@@ -11,6 +11,7 @@ from expertmesh.errors import StartupError
 from expertmesh.processes import announce_ready
 from expertmesh.quiet_gc import QuietGc
 from expertmesh.settings import GatewaySettings
+from expertmesh.tls_settings import warn_of_exposure
 from gateway.server import Gateway
 
 logger = logging.getLogger("gateway")
@@ -26,6 +27,7 @@ async def run_gateway(settings: GatewaySettings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    warn_of_exposure(settings.http.host, encrypted=bool(settings.http.api_tls_cert_file))
     gateway = Gateway(settings)
     try:
         if await start_unless(gateway, stopping):

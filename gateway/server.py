@@ -34,9 +34,11 @@ from expertmesh.model_tools.progress import NoProgress
 from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
 from expertmesh.placement import ExpertMap, missing_pairs
 from expertmesh.settings import GatewaySettings, data_home
+from expertmesh.transport import make_transport
 from expertmesh.wire import incarnation
 from gateway.admin_handlers import AdminAccess
 from gateway.api_keys import ADMIN_DIGESTS_VARIABLE, ApiKeys
+from gateway.api_tls import make_api_transport
 from gateway.app import Access, build_app, make_runner
 from gateway.attention.group import AttentionGroup
 from gateway.engine.engine import Engine
@@ -100,6 +102,8 @@ class Gateway:
         self._keys = ApiKeys.from_environment()
         self._admin_keys = ApiKeys.from_environment(ADMIN_DIGESTS_VARIABLE)
         self.info: dict[str, object] = {}
+        self._transport = make_transport(settings.mesh.tls_files)
+        self._api_transport = make_api_transport(settings.http)
 
     async def start(self) -> None:
         """Starts everything; ports are bound and the attention workers are up at return.
@@ -118,6 +122,7 @@ class Gateway:
         self._placement = await asyncio.to_thread(
             make_placement,
             *(self._settings.mesh, checkpoint, self._expert_plan(checkpoint), self._membership),
+            self._transport,
         )
         self._scaler = await asyncio.to_thread(
             make_scaler,
@@ -233,6 +238,7 @@ class Gateway:
             colocated=self._colocated(checkpoint),
             allow_degraded=self._settings.mesh.allow_degraded,
             hands_over=self._settings.mesh.placement == "auto",
+            transport=self._transport,
         )
         membership.subscribe(self._use_map)
         return membership
@@ -245,19 +251,22 @@ class Gateway:
             self._engine.map_changed()
 
     def _make_attention(self, checkpoint: Checkpoint) -> AttentionGroup:
+        mesh = self._settings.mesh
         settings = AttentionWorkerSettings(
+            tls_cert_file=mesh.tls_cert_file,
+            tls_key_file=mesh.tls_key_file,
+            tls_ca_file=mesh.tls_ca_file,
             model=str(checkpoint.model_dir),
             dtype=self._settings.model.dtype,
             expert_dtype=self._settings.model.expert_dtype,
             max_model_len=self._settings.model.max_model_len,
             colocated=self._colocated(checkpoint),
-            wire_dtype=self._settings.mesh.wire_dtype,
-            overlap=self._settings.mesh.overlap,
-            allow_degraded=self._settings.mesh.allow_degraded,
+            wire_dtype=mesh.wire_dtype,
+            overlap=mesh.overlap,
+            allow_degraded=mesh.allow_degraded,
             engine=self._settings.engine,
             log=self._settings.log,
         )
-        mesh = self._settings.mesh
         shares = share_cores(
             usable_cores(), mesh.attention_workers, max_threads=mesh.threads, pin=mesh.pin_cores
         )
@@ -355,11 +364,14 @@ class Gateway:
             stop_s=_ANSWER_GRACE_S,
         )
         await self._runner.setup()
-        self._grpc = GrpcServer(frontend, http.host, http.grpc_port, self._keys)
+        self._grpc = GrpcServer(
+            *(frontend, http.host, http.grpc_port, self._keys), transport=self._api_transport
+        )
         grpc_port = await self._grpc.start()
         port = self._socket.getsockname()[1]
         try:
-            await web.SockSite(self._runner, self._socket).start()
+            context = self._api_transport.ssl_context
+            await web.SockSite(self._runner, self._socket, ssl_context=context).start()
         except OSError as error:  # taken since it was bound
             raise port_error("--port", http.host, port, error) from error
         self.info = {

@@ -1,6 +1,6 @@
 """`expertmesh chat` and `expertmesh complete`: clients of a running server.
 
-They speak the OpenAI API over plain HTTP with streaming, and only need the standard library. The
+They speak the OpenAI API over HTTP with streaming, and only need the standard library. The
 text goes to standard output, a line with the times to standard error.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import sys
 import time
 import urllib.parse
@@ -37,6 +38,8 @@ class ClientOptions:
     """None: the server's default."""
     seed: int | None = None
     api_key: str | None = field(default=None, repr=False)
+    context: ssl.SSLContext | None = field(default=None, repr=False)
+    """Whom to trust; by default whom the system does, or SSL_CERT_FILE names."""
 
 
 @dataclass
@@ -187,9 +190,7 @@ class _Connection:
             parts = urllib.parse.urlsplit(options.url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(options.url)
-            secure = parts.scheme == "https"
-            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-            self._http = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+            self._http = _connect(parts.scheme, parts.hostname, parts.port, options.context)
         except (ValueError, http.client.InvalidURL) as error:
             message = f"url is {options.url!r}, expected http://host:port"
             raise StartupError(message) from error
@@ -216,6 +217,14 @@ class _Connection:
         if response.status not in (http.client.OK, http.client.ACCEPTED):
             raise PeerError(f"the server answered {response.status}: {_error_text(response)}")
         return response
+
+
+def _connect(
+    scheme: str, host: str, port: int | None, context: ssl.SSLContext | None
+) -> http.client.HTTPConnection:
+    if scheme == "http":
+        return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=context)
 
 
 def _error_text(response: http.client.HTTPResponse) -> str:

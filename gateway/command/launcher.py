@@ -266,7 +266,12 @@ def _run(mesh: LocalMesh, supervisor: Supervisor, ask: str | None) -> None:
         "" if _has_kernels() else "; the first start compiles kernels, which can take a minute",
     )
     supervisor.start()
-    probe = ReadyProbe(mesh.settings.http.host, timeout_s=mesh.settings.engine.startup_timeout_s)
+    http = mesh.settings.http
+    probe = ReadyProbe(
+        http.host,
+        timeout_s=mesh.settings.engine.startup_timeout_s,
+        encrypted=bool(http.api_tls_cert_file),
+    )
     supervisor.wait_until(lambda: probe.is_ready(mesh.gateway_info))
     block = ReadyBlock.of(mesh.settings, supervisor.members, probe, mesh.num_pairs)
     if ask:
@@ -324,10 +329,14 @@ def _expert_worker(
     num_slots: int,
     share: CoreShare,
 ) -> Member:
+    mesh = settings.mesh
     options = ExpertWorkerOptions(
+        tls_cert_file=mesh.tls_cert_file,
+        tls_key_file=mesh.tls_key_file,
+        tls_ca_file=mesh.tls_ca_file,
         host=WORKER_HOST,
         port=ports[index],
-        experts="none" if settings.mesh.placement == "auto" else f"{index}/{len(ports)}",
+        experts="none" if mesh.placement == "auto" else f"{index}/{len(ports)}",
         expert_slots=num_slots,
         dtype=settings.model.dtype,
         expert_dtype=settings.model.expert_dtype,
@@ -353,8 +362,11 @@ def _changed_flags(options: ExpertWorkerOptions | LogSettings) -> list[str]:
     flags = []
     for entry in dataclasses.fields(options):
         value = getattr(options, entry.name)
-        if value != entry.default:
-            flags += [f"--{entry.name.replace('_', '-')}", str(value)]
+        flag = f"--{entry.name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value != entry.default:
+            flags += [flag, str(value)]
     return flags
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from expertmesh.errors import ExpertMeshError
 from expertmesh.processes import write_error
 from expertmesh.settings import GatewaySettings
-from gateway.command.launcher_probe import ReadyProbe, http_port
+from gateway.command.launcher_probe import ReadyProbe, context_for_own_gateway, http_port
 from gateway.command.launcher_supervisor import Member
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class ReadyBlock:
         info = members[0].info or {}
         host = f"[{probe.host}]" if ":" in probe.host else probe.host
         return cls(
-            http_url=f"http://{host}:{http_port(info)}",
+            http_url=f"{probe.scheme}://{host}:{http_port(info)}",
             grpc_address=f"{host}:{info.get('grpc_port')}",
             model=settings.model.served_model_name or settings.model.model,
             folder=settings.model.model,
@@ -193,7 +193,11 @@ def print_answer(http_url: str, question: str, api_key: str | None) -> None:
 
     sys.stdout.write(f"\n> {question}\n")
     options = ClientOptions(
-        http_url, max_tokens=_MAX_ANSWER_TOKENS, temperature=0.0, api_key=api_key
+        http_url,
+        max_tokens=_MAX_ANSWER_TOKENS,
+        temperature=0.0,
+        api_key=api_key,
+        context=context_for_own_gateway(),
     )
     try:
         answer([{"role": "user", "content": question}], options)

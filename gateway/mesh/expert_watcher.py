@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import grpc
 
+from expertmesh.transport import Transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as pb_grpc
 
@@ -38,6 +39,7 @@ class ExpertWatcher:
     """The Watch stream to one address.
 
     Args:
+        transport: Connects to it.
         address: host:port.
         heartbeat_s: Longest time between two snapshots that the expert worker is asked for.
         report: Called in the watcher's thread with every snapshot, and once per failed try.
@@ -45,8 +47,15 @@ class ExpertWatcher:
     """
 
     def __init__(
-        self, address: str, heartbeat_s: float, report: Report, *, hands_over: bool = False
+        self,
+        transport: Transport,
+        address: str,
+        heartbeat_s: float,
+        report: Report,
+        *,
+        hands_over: bool = False,
     ) -> None:
+        self._transport = transport
         self.address = address
         self._request = pb.WatchRequest(
             heartbeat_ms=max(1, int(heartbeat_s * 1000)), hands_over=hands_over
@@ -84,15 +93,14 @@ class ExpertWatcher:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
-            stub = pb_grpc.ExpertServiceStub(channel)
-            while not self._stopping.is_set():
-                reason = self._watch(stub)
-                if self._stopping.is_set():
-                    return
-                self._report(self.address, reason)
-                self._stopping.wait(self._backoff_s)
-                self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        while not self._stopping.is_set():
+            with self._transport.channel(self.address, _CHANNEL_OPTIONS) as channel:
+                reason = self._watch(pb_grpc.ExpertServiceStub(channel))
+            if self._stopping.is_set():
+                return
+            self._report(self.address, reason)
+            self._stopping.wait(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
     def _watch(self, stub: pb_grpc.ExpertServiceStub) -> str:
         """Reads one stream to its end; returns why it ended."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from expertmesh.model_config import ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
+from expertmesh.transport import Plaintext, Transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from gateway.mesh.discovery import Discovery, Endpoint, Endpoints
 from gateway.mesh.expert_watcher import ExpertWatcher
@@ -120,7 +121,9 @@ class Membership:
         allow_degraded: bool = False,
         hands_over: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
+        transport: Transport | None = None,
     ) -> None:
+        self._transport = transport or Plaintext()
         self._discovery = discovery
         self._served = served
         self._config = config
@@ -219,7 +222,8 @@ class Membership:
                 self._members[address].find(endpoint)
                 continue
             watcher = ExpertWatcher(
-                address, self._heartbeat_s, self._report, hands_over=self._hands_over
+                *(self._transport, address, self._heartbeat_s, self._report),
+                hands_over=self._hands_over,
             )
             state = ExpertWorkerState.UNREACHABLE
             report = WorkerReport(ExpertWorkerStatus("", address, state, "not reached yet"))

@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc
 
 from expertmesh.grpc_options import channel_options
+from expertmesh.transport import Transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as pb_grpc
 from gateway.placement.expert_load import WorkerLife
@@ -84,10 +85,12 @@ class OrderCalls:
     """Orders over LoadExperts and UnloadExperts. Methods may be called from any thread.
 
     Args:
+        transport: Connects to expert workers.
         on_end: Told of the end of each order, in a thread of its own.
     """
 
-    def __init__(self, on_end: OnEnd) -> None:
+    def __init__(self, transport: Transport, on_end: OnEnd) -> None:
+        self._transport = transport
         self._on_end = on_end
         self._lock = threading.Lock()
         self._open: dict[Order, _Call | None] = {}
@@ -102,7 +105,7 @@ class OrderCalls:
 
     def drain(self, address: str, incarnation: int) -> None:
         """See Orders."""
-        self._pool.submit(_drain, address, incarnation)
+        self._pool.submit(_drain, self._transport, address, incarnation)
 
     def keep(self, lives: Collection[WorkerLife]) -> None:
         """See Orders."""
@@ -134,7 +137,7 @@ class OrderCalls:
     def _read(self, order: Order, address: str, token: int) -> OrderEnd:
         failed: list[ExpertKey] = []
         message = ""
-        with grpc.insecure_channel(address, options=channel_options(_MAX_MESSAGE_BYTES)) as channel:
+        with self._transport.channel(address, channel_options(_MAX_MESSAGE_BYTES)) as channel:
             call = _call(pb_grpc.ExpertServiceStub(channel), order, token)
             with self._lock:
                 self._open[order] = call
@@ -155,10 +158,10 @@ def _failed(order: Order, error: grpc.RpcError) -> OrderEnd:
     return OrderEnd(order, is_lost=True, message=details)
 
 
-def _drain(address: str, incarnation: int) -> None:
+def _drain(transport: Transport, address: str, incarnation: int) -> None:
     """Returns once the expert worker has heard of it."""
     try:
-        with grpc.insecure_channel(address, options=channel_options(_MAX_MESSAGE_BYTES)) as channel:
+        with transport.channel(address, channel_options(_MAX_MESSAGE_BYTES)) as channel:
             request = pb.DrainRequest(incarnation=incarnation)
             next(iter(pb_grpc.ExpertServiceStub(channel).Drain(request, timeout=_DRAIN_S)), None)
     except grpc.RpcError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import StartupError
 from expertmesh.expert_plan import ExpertPlan
 from expertmesh.leader_lock import LeaseLock
 from expertmesh.safetensors_file import STORAGE
 from expertmesh.settings import MeshOptions
+from expertmesh.transport import Transport
 from gateway.cluster.access import ClusterAccess
 from gateway.cluster.api import ClusterApi
 from gateway.placement.controller import PlacementController, Workers
@@ -20,7 +23,11 @@ from gateway.placement.state import Experts, PlacementPolicy
 
 
 def make_placement(
-    mesh: MeshOptions, checkpoint: Checkpoint, expert_plan: ExpertPlan, workers: Workers
+    mesh: MeshOptions,
+    checkpoint: Checkpoint,
+    expert_plan: ExpertPlan,
+    workers: Workers,
+    transport: Transport,
 ) -> Operator:
     """The placement; nothing runs yet. Not for a thread with a running event loop.
 
@@ -29,6 +36,7 @@ def make_placement(
         checkpoint: The model.
         expert_plan: How its experts are held.
         workers: Who knows the expert workers.
+        transport: Connects to them.
 
     Raises:
         StartupError: The election cannot be taken part in.
@@ -44,7 +52,7 @@ def make_placement(
             min_copies=mesh.min_copies, bytes_per_minute=mesh.move_mib_per_minute << 20
         ),
         make_election(mesh),
-        OrderCalls,
+        partial(OrderCalls, transport),
     )
 
 

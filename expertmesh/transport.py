@@ -1,0 +1,168 @@
+"""How gateways and expert workers are connected: in plain text, or both showing a certificate.
+
+Expert workers are dialled by the address of a pod, which no certificate names. So all of them have
+one for the same name, and a certificate of the mesh's own authority is what belonging to it means.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+
+from expertmesh.errors import SettingsError
+from expertmesh.grpc_options import Options
+from expertmesh.tls_settings import TlsFiles
+
+logger = logging.getLogger(__name__)
+
+EXPERT_WORKER_NAME = "expert-worker"
+"""What the certificates of expert workers are for."""
+
+Pems = tuple[bytes, bytes, bytes]
+"""Certificate, key, authority."""
+
+
+class Transport(Protocol):
+    """Makes both ends of connections. Methods may be called from any thread."""
+
+    allows_direct: bool
+    """Whether rows may travel over connections that gRPC does not make (docs/adr/0011)."""
+
+    def channel(self, address: str, options: Options) -> grpc.Channel:
+        """To an expert worker; for one connection, so that the next one reads certificates anew."""
+
+    def bind(self, server: grpc.Server, address: str) -> int:
+        """Binds an expert worker's server; returns the port. Raises RuntimeError if it cannot."""
+
+
+class Plaintext:
+    """Everybody who reaches a port is answered."""
+
+    allows_direct = True
+
+    def channel(self, address: str, options: Options) -> grpc.Channel:
+        """See Transport."""
+        return grpc.insecure_channel(address, options=options)
+
+    def bind(self, server: grpc.Server, address: str) -> int:
+        """See Transport."""
+        return server.add_insecure_port(address)
+
+
+class MutualTls:
+    """Both ends show a certificate of the same authority.
+
+    Args:
+        files: Of this process.
+
+    Raises:
+        SettingsError: A file cannot be used; names it.
+    """
+
+    allows_direct = False
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._pems = ReloadedPems(files)
+
+    def channel(self, address: str, options: Options) -> grpc.Channel:
+        """See Transport."""
+        cert, key, ca = self._pems.latest()
+        credentials = grpc.ssl_channel_credentials(ca, key, cert)
+        named: Options = [("grpc.ssl_target_name_override", EXPERT_WORKER_NAME)]
+        return grpc.secure_channel(address, credentials, options=[*options, *named])
+
+    def bind(self, server: grpc.Server, address: str) -> int:
+        """See Transport."""
+        credentials = grpc.dynamic_ssl_server_credentials(
+            _server_configuration(self._pems.latest()),
+            lambda: _server_configuration(self._pems.latest()),  # for each connection
+            require_client_authentication=True,
+        )
+        return server.add_secure_port(address, credentials)
+
+
+class ReloadedPems:
+    """What is in the files; if they do not fit together, as in the middle of a change, what was.
+
+    Args:
+        files: To read.
+
+    Raises:
+        SettingsError: A file cannot be used; names it.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._pems = _read(files)
+        self._failing = ""
+
+    def latest(self) -> Pems:
+        """Reads them anew."""
+        try:
+            self._pems, self._failing = _read(self._files), ""
+        except SettingsError as error:
+            if error.message != self._failing:
+                logger.warning("still using the last certificate: %s", error.message)
+            self._failing = error.message
+        return self._pems
+
+
+def make_transport(files: TlsFiles | None) -> Transport:
+    """By the settings.
+
+    Raises:
+        SettingsError: A file cannot be used; names it.
+    """
+    return Plaintext() if files is None else MutualTls(files)
+
+
+def check_pair(flags: tuple[str, str], cert: str, key: str) -> None:
+    """Raises SettingsError unless a certificate and a private key can be used together.
+
+    Args:
+        flags: How the files are given, for messages.
+        cert: Path.
+        key: Path.
+    """
+    for flag, path in zip(flags, (cert, key), strict=True):
+        _bytes_of(flag, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise SettingsError(
+            f"{flags[0]} {cert} and {flags[1]} {key} cannot be used together: {reason}",
+            fix="expected a certificate and its private key, both in PEM format",
+        ) from error
+
+
+def _read(files: TlsFiles) -> Pems:
+    check_pair(("--tls-cert-file", "--tls-key-file"), files.cert, files.key)
+    ca = _bytes_of("--tls-ca-file", files.ca)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise SettingsError(
+            f"--tls-ca-file {files.ca} holds no certificate in PEM format"
+        ) from error
+    return Path(files.cert).read_bytes(), Path(files.key).read_bytes(), ca
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")
+
+
+def _bytes_of(flag: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{flag} {path} cannot be read: {error.strerror or error}") from error
+
+
+def _server_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    cert, key, ca = pems
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
