@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import grpc
 
@@ -59,7 +60,7 @@ class ExpertStream:
     def __init__(
         self, transport: Transport, worker: ExpertWorkerEntry, num_bytes: int, times: CallTimes
     ) -> None:
-        self._transport = transport
+        self._connect = partial(rpc.forward_rpc, transport, worker.address, num_bytes)
         self.worker = worker
         self._times = times
         self._trust = Trust()
@@ -319,9 +320,7 @@ class ExpertStream:
     def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
         while not self._closed.is_set():
-            with rpc.forward_rpc(
-                self._transport, self.worker.address, self._max_message_bytes
-            ) as forward:
+            with self._connect() as forward:
                 was_up = self._serve(forward)
             backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
             if self._retired:

@@ -160,7 +160,7 @@ def _experts(
         remote = RemoteExperts(
             *(config, fingerprint, dtype, *how),
             allow_degraded=degraded,
-            transport=make_transport(settings.tls_files),
+            transport=make_transport(settings.tls.tls_files),
         )
         remote.warm_up()
         return remote, remote, ZeroExperts(config, fingerprint, dtype, *how)

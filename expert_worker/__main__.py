@@ -23,6 +23,7 @@ from expertmesh.processes import announce_failure, announce_ready
 from expertmesh.quiet_gc import QuietGc, pause_while_starting
 from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings, data_home
 from expertmesh.stop_request import StopRequest, end_within
+from expertmesh.tls_settings import warn_of_exposure
 
 _ENDING_S = 3.0  # for the rest of an orderly end, after the drain
 
@@ -57,10 +58,11 @@ def parse_settings(argv: list[str]) -> tuple[ExpertWorkerSettings, int | None]:
     for kind in (ExpertWorkerOptions, LogSettings):
         for entry in dataclasses.fields(kind):
             flag = f"--{entry.name.replace('_', '-')}"
-            if isinstance(entry.default, bool):
-                parser.add_argument(flag, action="store_true")
+            reader = _reader(kind, entry.name)
+            if reader is _truth:  # --flag alone, or --flag=false
+                parser.add_argument(flag, type=reader, nargs="?", const=True, default=entry.default)
             else:
-                parser.add_argument(flag, type=_reader(kind, entry.name), default=entry.default)
+                parser.add_argument(flag, type=reader, default=entry.default)
     values = vars(parser.parse_args(argv))
     metrics_port: int | None = values.pop("metrics_port")
     if metrics_port is not None and not 0 <= metrics_port <= 65_535:
@@ -72,10 +74,19 @@ def parse_settings(argv: list[str]) -> tuple[ExpertWorkerSettings, int | None]:
 def _reader(kind: type, name: str) -> typing.Callable[[str], object]:
     """How the text of a flag becomes a value; choices are checked by the settings."""
     expected = typing.get_type_hints(kind)[name]
+    if expected is bool:
+        return _truth
     for number in (int, float):
         if expected is number or number in typing.get_args(expected):
             return number
     return str
+
+
+def _truth(text: str) -> bool:
+    """As manifests and the environment have it."""
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected true or false")
+    return text == "true"
 
 
 def _serve(

@@ -84,6 +84,8 @@ class ExpertWorker:
         )
         self.transport = make_transport(settings.tls_files)
         has_direct = settings.direct_port >= 0 and self.transport.allows_direct
+        if not self.transport.allows_direct:
+            logger.info("rows travel by gRPC alone: direct connections have no TLS")
         self.server = ExpertServer(
             self.store,
             identity,

@@ -11,11 +11,12 @@ from expertmesh.settings import (
     LogSettings,
     WireDtype,
 )
+from expertmesh.settings_base import Settings
 from expertmesh.tls_settings import MeshTls
 
 
 @dataclass(frozen=True)
-class AttentionWorkerSettings(MeshTls):
+class AttentionWorkerSettings(Settings):
     """Everything that an attention worker needs; its gateway fills this in."""
 
     model: str = "demo"
@@ -44,4 +45,6 @@ class AttentionWorkerSettings(MeshTls):
     """Cores that the process stays on, such as 0-3,8; empty: the system decides."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     """Limits, shared with the scheduler."""
+    tls: MeshTls = field(default_factory=MeshTls)
+    """How expert workers are spoken to."""
     log: LogSettings = field(default_factory=LogSettings)

@@ -7,7 +7,8 @@ counts.
 
 from __future__ import annotations
 
-Options = list[tuple[str, int | str]]
+Option = tuple[str, int | str]
+Options = list[Option]
 
 KEEPALIVE_MS = 1000
 PING_TIMEOUT_MS = 500

@@ -19,7 +19,7 @@ from expertmesh.expert_source import AddressList, ExpertSource, parse_experts
 from expertmesh.leader_lock import FileLock, LeaseLock, parse_lock
 from expertmesh.scaling_settings import ScalingSettings
 from expertmesh.settings_base import Settings, check_float, check_host, check_int, check_port
-from expertmesh.tls_settings import MeshTls, check_exposure
+from expertmesh.tls_settings import ApiTls, MeshTls, check_exposure
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WireDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -54,7 +54,7 @@ class LogSettings(Settings):
 
 
 @dataclass(frozen=True)
-class HttpSettings(Settings):
+class HttpSettings(ApiTls):
     """Where the public APIs listen."""
 
     host: str = "127.0.0.1"
@@ -63,11 +63,6 @@ class HttpSettings(Settings):
     insecure: bool = False
     """Plain text on `host`, whoever can reach it: behind a proxy that ends TLS, or on a network
     that you trust."""
-    api_tls_cert_file: str = ""
-    """Certificate (PEM, with what leads to the authority) of the HTTP and the gRPC API, which are
-    plain text without. A file that changes is read anew."""
-    api_tls_key_file: str = ""
-    """Private key of --api-tls-cert-file."""
     port: int = 8000
     """Port of the OpenAI HTTP API and of /metrics; 0 picks a free one and prints it."""
     grpc_port: int = 50051
@@ -80,11 +75,8 @@ class HttpSettings(Settings):
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
+        super().__post_init__()
         check_host(self.host)
-        if bool(self.api_tls_cert_file) != bool(self.api_tls_key_file):
-            raise SettingsError(
-                "of api_tls_cert_file and api_tls_key_file one is set, expected both"
-            )
         check_exposure(
             self.host,
             encrypted=bool(self.api_tls_cert_file),

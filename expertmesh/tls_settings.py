@@ -24,6 +24,22 @@ class TlsFiles:
 
 
 @dataclass(frozen=True)
+class ApiTls(Settings):
+    """Who may read along between clients and the APIs."""
+
+    api_tls_cert_file: str = ""
+    """Certificate (PEM, with what leads to the authority) of the HTTP and the gRPC API, which are
+    plain text without. A file that changes is read anew."""
+    api_tls_key_file: str = ""
+    """Private key of --api-tls-cert-file."""
+
+    def __post_init__(self) -> None:
+        """Checks that both are given, or none."""
+        if bool(self.api_tls_cert_file) != bool(self.api_tls_key_file):
+            raise SettingsError("api_tls_cert_file and api_tls_key_file: one is set, expected both")
+
+
+@dataclass(frozen=True)
 class MeshTls(Settings):
     """How gateways and expert workers prove to each other who they are."""
 
@@ -46,6 +62,11 @@ class MeshTls(Settings):
                 f"{present} is set, but not {missing[0]}, expected all of {', '.join(given)}",
                 fix=f"add {' '.join('--' + name.replace('_', '-') + ' FILE' for name in missing)}",
             )
+
+    @property
+    def tls(self) -> MeshTls:
+        """This part of the settings alone, to hand on."""
+        return MeshTls(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -83,6 +104,6 @@ def warn_of_exposure(host: str, *, encrypted: bool) -> None:
     """Says at each start that --insecure lets a network reach a server."""
     if not (encrypted or is_local(host)):
         logger.warning(
-            "--insecure: plain text on %s, where whoever is on the network can read and send it",
+            "--insecure: plain text on %s, which whoever is on the network can read and write",
             host,
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import grpc
 
 from expertmesh.errors import SettingsError
-from expertmesh.grpc_options import Options
+from expertmesh.grpc_options import Option
 from expertmesh.tls_settings import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Transport(Protocol):
     allows_direct: bool
     """Whether rows may travel over connections that gRPC does not make (docs/adr/0011)."""
 
-    def channel(self, address: str, options: Options) -> grpc.Channel:
+    def channel(self, address: str, options: Sequence[Option]) -> grpc.Channel:
         """To an expert worker; for one connection, so that the next one reads certificates anew."""
 
     def bind(self, server: grpc.Server, address: str) -> int:
@@ -44,7 +45,7 @@ class Plaintext:
 
     allows_direct = True
 
-    def channel(self, address: str, options: Options) -> grpc.Channel:
+    def channel(self, address: str, options: Sequence[Option]) -> grpc.Channel:
         """See Transport."""
         return grpc.insecure_channel(address, options=options)
 
@@ -68,12 +69,12 @@ class MutualTls:
     def __init__(self, files: TlsFiles) -> None:
         self._pems = ReloadedPems(files)
 
-    def channel(self, address: str, options: Options) -> grpc.Channel:
+    def channel(self, address: str, options: Sequence[Option]) -> grpc.Channel:
         """See Transport."""
         cert, key, ca = self._pems.latest()
         credentials = grpc.ssl_channel_credentials(ca, key, cert)
-        named: Options = [("grpc.ssl_target_name_override", EXPERT_WORKER_NAME)]
-        return grpc.secure_channel(address, credentials, options=[*options, *named])
+        named: Option = ("grpc.ssl_target_name_override", EXPERT_WORKER_NAME)
+        return grpc.secure_channel(address, credentials, options=[*options, named])
 
     def bind(self, server: grpc.Server, address: str) -> int:
         """See Transport."""

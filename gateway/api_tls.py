@@ -21,10 +21,9 @@ _FLAGS = ("--api-tls-cert-file", "--api-tls-key-file")
 class ApiTransport(Protocol):
     """How clients connect."""
 
-    scheme: str
-    """Of URLs."""
-    ssl_context: ssl.SSLContext | None
-    """Of the HTTP server."""
+    @property
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Of the HTTP server."""
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
         """Binds the gRPC server; returns the port. Raises RuntimeError if it cannot."""
@@ -33,7 +32,6 @@ class ApiTransport(Protocol):
 class PlainApi:
     """Plain text."""
 
-    scheme = "http"
     ssl_context = None
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
@@ -52,14 +50,12 @@ class TlsApi:
         SettingsError: They cannot be used; names the file.
     """
 
-    scheme = "https"
-
     def __init__(self, cert: str, key: str) -> None:
         self._paths = Path(cert), Path(key)
         check_pair(_FLAGS, cert, key)
         self._seen = self._stamp()
         self._latest = self._context()
-        self.ssl_context: ssl.SSLContext = self._context()
+        self.ssl_context = self._context()
         self.ssl_context.sni_callback = self._greet
         self._grpc = self._grpc_configuration()
 

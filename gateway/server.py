@@ -253,9 +253,7 @@ class Gateway:
     def _make_attention(self, checkpoint: Checkpoint) -> AttentionGroup:
         mesh = self._settings.mesh
         settings = AttentionWorkerSettings(
-            tls_cert_file=mesh.tls_cert_file,
-            tls_key_file=mesh.tls_key_file,
-            tls_ca_file=mesh.tls_ca_file,
+            tls=mesh.tls,
             model=str(checkpoint.model_dir),
             dtype=self._settings.model.dtype,
             expert_dtype=self._settings.model.expert_dtype,

@@ -1,0 +1,98 @@
+"""A certificate authority for tests, and certificates of it."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from expertmesh.tls_settings import TlsFiles
+
+_DAY = datetime.timedelta(days=1)
+_LOOPBACK = ipaddress.ip_address("127.0.0.1")
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Signs certificates.
+
+    Args:
+        key: Of it.
+        certificate: What others trust.
+    """
+
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+
+    @classmethod
+    def new(cls) -> Authority:
+        """Nobody has seen it before."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = _name("test authority")
+        basic = x509.BasicConstraints(ca=True, path_length=None)
+        builder = _builder(name, name, key).add_extension(basic, critical=True)
+        return cls(key, builder.sign(key, hashes.SHA256()))
+
+    def issue(self, folder: Path, name: str = "expert-worker") -> TlsFiles:
+        """Puts a new certificate for a name and for 127.0.0.1, its key and this authority into a
+        folder; files that are there are replaced at once, as a kubelet does."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = x509.SubjectAlternativeName([x509.DNSName(name), x509.IPAddress(_LOOPBACK)])
+        builder = _builder(_name(name), self.certificate.subject, key)
+        certificate = builder.add_extension(names, critical=False).sign(self.key, hashes.SHA256())
+        folder.mkdir(exist_ok=True)
+        encoding = serialization.Encoding.PEM
+        private = key.private_bytes(
+            encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return TlsFiles(
+            cert=_replace(folder / "tls.crt", certificate.public_bytes(encoding)),
+            key=_replace(folder / "tls.key", private),
+            ca=_replace(folder / "ca.crt", self.certificate.public_bytes(encoding)),
+        )
+
+
+def mesh_flags(files: TlsFiles) -> tuple[str, ...]:
+    """Of a process that has these files."""
+    return (
+        *("--tls-cert-file", files.cert, "--tls-key-file", files.key),
+        *("--tls-ca-file", files.ca),
+    )
+
+
+def serial_of(pem: bytes) -> int:
+    """The number of a certificate."""
+    return x509.load_pem_x509_certificate(pem).serial_number
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _DAY)
+        .not_valid_after(now + _DAY)
+    )
+
+
+def _replace(path: Path, content: bytes) -> str:
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    os.replace(new, path)
+    return str(path)
