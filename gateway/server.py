@@ -8,8 +8,7 @@
     attention-*    streams to the attention workers, child processes
 
 Start: ports, checkpoint, expert workers are looked for, attention workers, engines, APIs. Expert
-workers may still be missing then: /ready tells. Stop is the reverse and takes about a second beyond
-the grace.
+workers may still be missing then: /ready tells. Stop is the reverse, a second beyond the grace.
 """
 
 from __future__ import annotations
@@ -362,14 +361,12 @@ class Gateway:
             stop_s=_ANSWER_GRACE_S,
         )
         await self._runner.setup()
-        self._grpc = GrpcServer(
-            *(frontend, http.host, http.grpc_port, self._keys), transport=self._api_transport
-        )
+        tls = self._api_transport
+        self._grpc = GrpcServer(frontend, http.host, http.grpc_port, self._keys, tls)
         grpc_port = await self._grpc.start()
         port = self._socket.getsockname()[1]
         try:
-            context = self._api_transport.ssl_context
-            await web.SockSite(self._runner, self._socket, ssl_context=context).start()
+            await web.SockSite(self._runner, self._socket, ssl_context=tls.ssl_context).start()
         except OSError as error:  # taken since it was bound
             raise port_error("--port", http.host, port, error) from error
         self.info = {

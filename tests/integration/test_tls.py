@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import json
 import ssl
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -15,7 +17,7 @@ from tests.conftest import Models
 from tests.support.api import completion_body
 from tests.support.certificates import Authority, mesh_flags, serial_of
 from tests.support.mesh import Server, gateway, serve, start_server
-from tests.support.processes import Managed, poll, processes_of
+from tests.support.processes import poll, processes_of, run
 from tests.support.tiny_checkpoints import MIXTRAL
 
 PROMPT = [5, 9, 2, 7]
@@ -82,11 +84,11 @@ def _check_http(server: Server, ca: str) -> None:
     connection = http.client.HTTPSConnection(
         "127.0.0.1", server.api.port, timeout=TIMEOUT_S, context=context
     )
-    body = completion_body(PROMPT, 4)
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    assert response.status == 200, response.read()
-    connection.close()
+    with closing(connection):
+        body = json.dumps(completion_body(PROMPT, 4))
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
 
 
 def _check_grpc(server: Server, ca: str) -> None:
@@ -107,6 +109,6 @@ def _check_grpc(server: Server, ca: str) -> None:
 )
 def test_expert_workers_that_would_be_open(argv: list[str], named: str) -> None:
     """They end with 2 and say what to do."""
-    with Managed(argv, name="expert worker") as process:
-        assert process.wait(TIMEOUT_S) == 2
-        assert named in process.stderr
+    ended = run(argv, timeout_s=TIMEOUT_S)
+    assert ended.returncode == 2
+    assert named in ended.stderr
