@@ -1,35 +1,18 @@
-"""Health for an orchestrator: a gRPC server of its own, on a port of its own.
+"""Health for an orchestrator, on a port of its own if one is given.
 
-    startup    its experts are loaded and its kernels warm; stays so
-    readiness  it answers calls: from then on, through a drain, until it refuses them
-    liveness   this process runs Python; never "busy", so a loaded expert worker is not killed
-
-Kubernetes asks without TLS, so this port answers nothing but health checks. Threads: gRPC's pool
-(`probe-rpc`), apart from those of calls: an expert worker with all its streams open is healthy.
+startup    its experts are loaded and its kernels warm; stays so
+readiness  it answers calls: from then on, through a drain, until it refuses them
+liveness   this process runs Python; never "busy", so a loaded expert worker is not killed
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
 
-import grpc
-from grpc_health.v1 import health_pb2
-
-from expert_worker.direct_server import bind
-from expertmesh.addresses import join_address
-from expertmesh.errors import PortError
-from expertmesh.grpc_options import server_options
-
 STARTUP, READINESS, LIVENESS = "startup", "readiness", "liveness"
 """Names of the services that are asked for."""
-
-_NUM_THREADS = 2
-_MAX_RPCS = 16
-_MAX_MESSAGE_BYTES = 4096
-_STOP_S = 0.2
 
 
 class Probes(Protocol):
@@ -51,75 +34,6 @@ class NoProbes:
         """There is nobody to tell."""
 
 
-class _Health:
-    """What the services say."""
-
-    def __init__(self) -> None:
-        self._serving = {STARTUP: False, READINESS: False, LIVENESS: True}
-
-    def set_ready(self, ready: bool) -> None:
-        self._serving = {
-            STARTUP: ready or self._serving[STARTUP], READINESS: ready, LIVENESS: True,
-        }  # fmt: skip
-
-    def check(
-        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
-    ) -> health_pb2.HealthCheckResponse:
-        serving = self._serving.get(request.service)
-        if serving is None:
-            known = ", ".join(self._serving)
-            context.abort(grpc.StatusCode.NOT_FOUND, f"no such service; known are {known}")
-        response = health_pb2.HealthCheckResponse
-        return response(status=response.SERVING if serving else response.NOT_SERVING)
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Of grpc.health.v1 without `Watch`, which would hold a thread."""
-        check = grpc.unary_unary_rpc_method_handler(
-            self.check,
-            request_deserializer=health_pb2.HealthCheckRequest.FromString,
-            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
-        )
-        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
-
-
-class ProbeServer:
-    """Answers from the start.
-
-    Args:
-        host: Address to bind.
-        port: Port to bind; 0 picks a free one.
-
-    Raises:
-        PortError: The address cannot be bound.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        self._health = _Health()
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, "probe-rpc")
-        self._server = grpc.server(
-            self._pool,
-            options=server_options(_MAX_MESSAGE_BYTES),
-            maximum_concurrent_rpcs=_MAX_RPCS,
-        )
-        self._server.add_generic_rpc_handlers((self._health.handler(),))
-        try:
-            bind(host, port).close()  # says why; gRPC would log lines of its own
-            self.port = self._server.add_insecure_port(join_address(host, port))
-        except PortError as error:
-            self._pool.shutdown()
-            raise PortError(error.message, fix="choose another --health-port") from error
-        self._server.start()
-
-    def set_ready(self, ready: bool) -> None:
-        """What `readiness` says from now on, and `startup` for good if it is true."""
-        self._health.set_ready(ready)
-
-    def stop(self) -> None:
-        """Ends all threads."""
-        self._server.stop(_STOP_S).wait(2.0)
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
 @contextmanager
 def probes(host: str, port: int | None) -> Iterator[Probes]:
     """A probe server until the end of the context; none without a port.
@@ -130,6 +44,8 @@ def probes(host: str, port: int | None) -> Iterator[Probes]:
     if port is None:
         yield NoProbes()
         return
+    from expert_worker.probe_server import ProbeServer  # gRPC, which a start has no use for yet
+
     server = ProbeServer(host, port)
     try:
         yield server

@@ -264,7 +264,7 @@ def test_port_in_use(checkpoint: Path, command: str, flag: str, others: tuple[st
 
 def test_address_that_is_not_ours(checkpoint: Path) -> None:
     """An address of another machine cannot be bound, and is named."""
-    arguments = ["serve", str(checkpoint), "--host", "203.0.113.7"]
+    arguments = ["serve", str(checkpoint), "--host", "203.0.113.7", "--insecure"]
     _fails(*arguments, exit_code=BAD_PORT, mentions=("203.0.113.7",))
 
 

@@ -12,7 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expert_worker.hand_over import hand_over
-from expert_worker.probes import ProbeServer, probes
+from expert_worker.probe_server import ProbeServer
+from expert_worker.probes import probes
 from expert_worker.server import ExpertServer
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import PortError

@@ -157,7 +157,7 @@ def test_port_in_use(name: str) -> None:
 def test_address_of_another_machine() -> None:
     """An address that is not ours is refused."""
     with pytest.raises(PortError, match=r"cannot listen on 203\.0\.113\.7:5000"):
-        check_ports(HttpSettings(host="203.0.113.7", port=5000, grpc_port=0))
+        check_ports(HttpSettings(host="203.0.113.7", port=5000, grpc_port=0, insecure=True))
 
 
 def test_free_ports_are_accepted() -> None:
