@@ -20,6 +20,7 @@ from expertmesh.settings import (
     MeshOptions,
     ModelOptions,
 )
+from expertmesh.transport import EXPERT_WORKER_NAME
 from gateway.command.cli import app
 from gateway.status_handlers import OPEN_PATHS
 from tests.support.manifests import Breakage, Manifests, named, pod_of, variable
@@ -35,10 +36,6 @@ from tests.support.pod_programs import (
 EXPERT, GATEWAY = "expert-worker", "gateway"
 OTHER_VARIABLES = {"EXPERTMESH_HOME", "EXPERTMESH_MODEL", THREADS}
 """Of ours, those that are not flags; the model is an argument."""
-COMING = {
-    "EXPERTMESH_INSECURE",
-    *(f"EXPERTMESH_TLS_{kind}_FILE" for kind in ("CERT", "KEY", "CA")),
-}
 
 
 @functools.cache
@@ -55,7 +52,7 @@ def test_variables_are_flags(found: Manifests) -> None:
     """The command line ignores variables that it does not know, so a slip would go unnoticed."""
     for container in found.all_containers():
         ours = {name for name in environment(found, container) if name.startswith("EXPERTMESH_")}
-        assert ours - known_variables() - OTHER_VARIABLES - COMING == set()
+        assert ours - known_variables() - OTHER_VARIABLES == set()
 
 
 def test_every_command_line_can_be_read(found: Manifests) -> None:
@@ -108,6 +105,32 @@ def test_both_programs_agree(found: Manifests) -> None:
     assert settings.dtype == options.dtype
     assert settings.expert_dtype == options.expert_dtype
     assert settings.log == given.get("log", LogSettings())
+
+
+def test_the_mesh_is_encrypted_where_it_says_so(found: Manifests) -> None:
+    """With the component, all three programs show certificates that are mounted, and none of them
+    would do without; the expert worker's is for the name that is asked for."""
+    settings, _ = expert_settings(found)
+    _, mesh, _ = gateway_settings(found)
+    asked = hand_over.tls_of(hand_over_arguments(found)).tls_files
+    encrypted = "mtls" in found.name or found.name == "gpu-prod"
+    assert (settings.tls_files is not None) == encrypted
+    assert settings.insecure is not encrypted
+    assert settings.tls_files == mesh.tls_files == asked
+    if settings.tls_files is None:
+        return
+    names = found.one("Certificate", "expert-worker-mesh")["spec"]["dnsNames"]
+    assert names == [EXPERT_WORKER_NAME]
+    for container, workload in ((GATEWAY, found.gateway), (EXPERT, found.experts)):
+        mount = named(found.container(container)["volumeMounts"], "mesh-tls")
+        volume = named(pod_of(workload)["volumes"], "mesh-tls")["secret"]
+        assert volume["secretName"] == f"{container}-mesh-tls"
+        certificate = found.one("Certificate", f"{container}-mesh")["spec"]
+        assert certificate["secretName"] == volume["secretName"]
+        files = vars(settings.tls_files).values()
+        assert set(files) == {
+            f"{mount['mountPath']}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")
+        }
 
 
 def test_ports_of_gateways(found: Manifests) -> None:
@@ -206,6 +229,29 @@ BREAKAGES = [
     Breakage(
         test_both_programs_agree, "another model",
         lambda m: m.container(GATEWAY)["args"].__setitem__(0, "demo-plain"),
+    ),
+    Breakage(
+        test_the_mesh_is_encrypted_where_it_says_so, "plain text if need be",
+        lambda m: m.container(EXPERT)["args"].append("--insecure"), "gpu-prod",
+    ),
+    Breakage(
+        test_the_mesh_is_encrypted_where_it_says_so, "a hand-over in plain text",
+        lambda m: m.container(EXPERT)["lifecycle"]["preStop"]["exec"].update(
+            command=["python", "-m", "expert_worker.hand_over"]
+        ),
+        "gpu-prod",
+    ),
+    Breakage(
+        test_the_mesh_is_encrypted_where_it_says_so, "a certificate for another name",
+        lambda m: m.one("Certificate", "expert-worker-mesh")["spec"].update(dnsNames=["worker"]),
+        "local-cpu+mtls",
+    ),
+    Breakage(
+        test_the_mesh_is_encrypted_where_it_says_so, "a Secret that nobody makes",
+        lambda m: named(pod_of(m.gateway)["volumes"], "mesh-tls")["secret"].update(
+            secretName="gateway-tls"
+        ),
+        "gpu-prod",
     ),
     Breakage(
         test_ports_of_gateways, "loopback",
