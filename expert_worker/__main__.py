@@ -84,9 +84,10 @@ def _reader(kind: type, name: str) -> typing.Callable[[str], object]:
 
 def _truth(text: str) -> bool:
     """As manifests and the environment have it."""
-    if text not in ("true", "false"):
+    meant = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+    if meant is None:
         raise argparse.ArgumentTypeError(f"{text!r}, expected true or false")
-    return text == "true"
+    return meant
 
 
 def _serve(

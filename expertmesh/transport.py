@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 EXPERT_WORKER_NAME = "expert-worker"
 """What the certificates of expert workers are for."""
+
+_MOST_FLIGHTS = 3  # of TLS 1.2, each way
+_TRIES = 3
 
 Pems = tuple[bytes, bytes, bytes]
 """Certificate, key, authority."""
@@ -132,25 +136,56 @@ def check_pair(flags: tuple[str, str], cert: str, key: str) -> None:
     for flag, path in zip(flags, (cert, key), strict=True):
         _bytes_of(flag, path)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+        _shake_hands(cert, key)
     except (ssl.SSLError, ValueError) as error:
-        reason = getattr(error, "reason", None) or str(error)
+        reason = getattr(error, "verify_message", None) or getattr(error, "reason", None)
         raise SettingsError(
-            f"{flags[0]} {cert} and {flags[1]} {key} cannot be used together: {reason}",
-            fix="expected a certificate and its private key, both in PEM format",
+            f"{flags[0]} {cert} and {flags[1]} {key} cannot be used together: {reason or error}",
+            fix="expected a valid certificate and its private key, both in PEM format",
         ) from error
 
 
+def _shake_hands(cert: str, key: str) -> None:
+    """A server with this certificate, and a client that trusts it alone, in memory: the way of
+    `ssl` to say whether it is valid today. Raises ssl.SSLError or ValueError."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(cert, key, password=_no_password)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(cert)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)
+    for _ in range(_MOST_FLIGHTS):
+        for end in ends:
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+
+
 def _read(files: TlsFiles) -> Pems:
+    for _ in range(_TRIES):
+        before = _read_once(files)
+        if _read_once(files) == before:  # what was checked is what was read
+            return before
+    raise SettingsError(f"--tls-cert-file {files.cert}: it changes all the time")
+
+
+def _read_once(files: TlsFiles) -> Pems:
+    """Reads, then checks what is there by then."""
+    pems = (
+        _bytes_of("--tls-cert-file", files.cert),
+        _bytes_of("--tls-key-file", files.key),
+        _bytes_of("--tls-ca-file", files.ca),
+    )
     check_pair(("--tls-cert-file", "--tls-key-file"), files.cert, files.key)
-    ca = _bytes_of("--tls-ca-file", files.ca)
+    ca = pems[2]
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise SettingsError(
             f"--tls-ca-file {files.ca} holds no certificate in PEM format"
         ) from error
-    return Path(files.cert).read_bytes(), Path(files.key).read_bytes(), ca
+    return pems
 
 
 def _no_password() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -53,6 +54,7 @@ class TlsApi:
     def __init__(self, cert: str, key: str) -> None:
         self._paths = Path(cert), Path(key)
         check_pair(_FLAGS, cert, key)
+        self._failing = ""
         self._seen = self._stamp()
         self._latest = self._context()
         self.ssl_context = self._context()
@@ -84,15 +86,24 @@ class TlsApi:
             return
         try:
             check_pair(_FLAGS, *map(str, self._paths))
-            self._latest, self._grpc = self._context(), self._grpc_configuration()
-            self._seen = stamp
+            context, configuration = self._context(), self._grpc_configuration()
         except (SettingsError, OSError, ssl.SSLError) as error:
-            logger.warning("still using the last certificate of the API: %s", error)
+            if str(error) != self._failing:
+                logger.warning("still using the last certificate of the API: %s", error)
+            self._failing = str(error)
+            return
+        self._failing = ""
+        if self._stamp() == stamp:  # what was checked is what was read
+            self._latest, self._grpc, self._seen = context, configuration, stamp
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
         """Differs once a file was changed or replaced."""
-        stats = [path.stat() for path in self._paths if path.exists()]
-        return tuple((stat.st_ino, stat.st_mtime_ns) for stat in stats)
+        stamps = []
+        for path in self._paths:
+            with suppress(OSError):  # in the middle of a change
+                stat = path.stat()
+                stamps.append((stat.st_ino, stat.st_mtime_ns))
+        return tuple(stamps)
 
     def _context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

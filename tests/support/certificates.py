@@ -40,12 +40,18 @@ class Authority:
         builder = _builder(name, name, key).add_extension(basic, critical=True)
         return cls(key, builder.sign(key, hashes.SHA256()))
 
-    def issue(self, folder: Path, name: str = "expert-worker") -> TlsFiles:
+    def issue(self, folder: Path, name: str = "expert-worker", *, days: int = 1) -> TlsFiles:
         """Puts a new certificate for a name and for 127.0.0.1, its key and this authority into a
-        folder; files that are there are replaced at once, as a kubelet does."""
+        folder; files that are there are replaced at once, as a kubelet does.
+
+        Args:
+            folder: Where to.
+            name: Of whom.
+            days: For which it is valid; it began two days ago.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.DNSName(name), x509.IPAddress(_LOOPBACK)])
-        builder = _builder(_name(name), self.certificate.subject, key)
+        builder = _builder(_name(name), self.certificate.subject, key, days)
         certificate = builder.add_extension(names, critical=False).sign(self.key, hashes.SHA256())
         folder.mkdir(exist_ok=True)
         encoding = serialization.Encoding.PEM
@@ -77,7 +83,7 @@ def _name(text: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int = 1
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -86,8 +92,8 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _DAY)
-        .not_valid_after(now + _DAY)
+        .not_valid_before(now - 2 * _DAY)
+        .not_valid_after(now + days * _DAY)
     )
 
 

@@ -181,6 +181,17 @@ def test_key_of_another_certificate_is_refused(authority: Authority, tmp_path: P
         make_transport(TlsFiles(one.cert, other.key, one.ca))
 
 
+def test_certificate_that_has_ended_is_refused(authority: Authority, tmp_path: Path) -> None:
+    """At the start; one that comes later does not replace one that is valid."""
+    with pytest.raises(SettingsError, match="certificate has expired"):
+        make_transport(authority.issue(tmp_path / "late", days=-1))
+    worker = MutualTls(authority.issue(tmp_path / "worker"))
+    gateway = MutualTls(authority.issue(tmp_path / "gateway", "gateway"))
+    authority.issue(tmp_path / "worker", days=-1)
+    with echo_server(worker) as address:
+        assert echoed(gateway, address) == b"hello"
+
+
 def test_plain_text_without_files() -> None:
     """The default."""
     assert isinstance(make_transport(None), Plaintext)
