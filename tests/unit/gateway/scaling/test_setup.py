@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from expertmesh.call_waits import WAIT_BOUNDS_S
 from expertmesh.errors import SettingsError
 from expertmesh.scaling_settings import ScalingSettings
 from expertmesh.settings import MeshOptions
+from expertmesh.transport import Plaintext
 from expertmesh.v1 import expert_service_pb2 as pb
 from gateway.mesh.worker_report import KnownWorker, ServedIdentity, WorkCounters, read_snapshot
 from gateway.placement.controller import PlacementController
@@ -79,7 +81,7 @@ async def test_the_leader_asks_for_what_is_missing(tmp_path: Path) -> None:
             some_experts(),
             PlacementPolicy(),
             FileElection(tmp_path / "lock"),
-            OrderCalls,
+            partial(OrderCalls, Plaintext()),
         )
         mesh = MeshOptions(kubeconfig=str(kubeconfig))
         scaler = await asyncio.to_thread(make_scaler, ON, mesh, tuple, placement)
