@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from tests.support.kernels import kernel_cache
 from tests.support.manifests import DEPLOY
 
 NAMESPACE = "expertmesh"
@@ -38,8 +39,7 @@ def write_overlay(folder: Path, model: Path, kubeconfig: Path) -> Path:
     cache.mkdir()
     (models / "tiny").symlink_to(model)
     (models / "kubeconfig").symlink_to(kubeconfig)
-    # Kernels that were compiled for other tests.
-    (cache / "numba").symlink_to(os.environ["NUMBA_CACHE_DIR"])
+    (cache / "numba").symlink_to(kernel_cache())
     overlay = folder / "overlay"
     overlay.mkdir()
     kustomization = _kustomization(os.path.relpath(DEPLOY / "overlays" / "local-cpu", overlay))

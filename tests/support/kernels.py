@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from pathlib import Path
 
@@ -25,3 +26,11 @@ def compile_kernels() -> None:
             driver = RunnerDriver(make_runner(model_dir, dtype=dtype), chunk=16)
             driver.submit([5] * 20, 2)
             driver.run()
+
+
+def kernel_cache() -> Path:
+    """What a process must be told as NUMBA_CACHE_DIR to find the kernels that were compiled here.
+
+    Importing `expertmesh_kernels` has pointed this process to a subfolder of it, as it does there.
+    """
+    return Path(os.environ["NUMBA_CACHE_DIR"]).parent
