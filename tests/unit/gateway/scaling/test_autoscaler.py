@@ -17,11 +17,42 @@ POLICY = ScalingPolicy(min_workers=2, max_workers=8)
 SOME_MINUTES = 15
 
 
+class EventfulCluster(Cluster):
+    """Things happen in the middle of a turn.
+
+    Attributes:
+        after_read: Happen once, before the autoscaler goes on with what it has read.
+        before_write: Happen once, before what it writes arrives.
+    """
+
+    def __init__(self, num_pods: int) -> None:
+        super().__init__(num_pods)
+        self.after_read: list[Callable[[], None]] = []
+        self.before_write: list[Callable[[], None]] = []
+
+    async def read(self) -> Scale:
+        """As a ScaleTarget."""
+        found = await super().read()
+        while self.after_read:
+            self.after_read.pop()()
+        return found
+
+    async def write(self, replicas: int, seen: Scale) -> None:
+        """As a ScaleTarget."""
+        while self.before_write:
+            self.before_write.pop()()
+        await super().write(replicas, seen)
+
+    def elect(self, token: int) -> None:
+        """Somebody leads the placement from now on, with this token."""
+        self.token = token
+
+
 class Drive:
     """A cluster and its autoscaler, in made-up time."""
 
     def __init__(self, num_pods: int) -> None:
-        self.cluster = Cluster(num_pods)
+        self.cluster = EventfulCluster(num_pods)
         self.autoscaler = Autoscaler(
             NAME, self.cluster, self.cluster.known_workers, self.cluster, POLICY
         )
@@ -144,18 +175,10 @@ async def test_only_the_leader_asks() -> None:
 async def test_a_leader_that_is_replaced_while_it_reads_does_not_write() -> None:
     """What it decided is dropped."""
     drive = Drive(1)
-    read = drive.cluster.read
-
-    async def read_and_lose() -> Scale:
-        found = await read()
-        drive.cluster.token = 2
-        return found
-
-    drive.cluster.read = read_and_lose  # type: ignore[method-assign]
+    drive.cluster.after_read.append(lambda: drive.cluster.elect(2))
     await drive.step(IDLE)
     assert not drive.cluster.writes
     assert drive.autoscaler.report().errors == {"not_leading": 1}
-    drive.cluster.read = read  # type: ignore[method-assign]
     await drive.step(IDLE)
     assert drive.numbers == [3]
 
@@ -179,14 +202,7 @@ async def test_failures_are_told_once_for_each_cause(caplog: pytest.LogCaptureFi
 async def test_what_others_wrote_is_not_overwritten() -> None:
     """A number that was changed since it was read is read again first."""
     drive = Drive(1)
-    write = drive.cluster.write
-
-    async def write_late(replicas: int, seen: Scale) -> None:
-        drive.cluster.write = write  # type: ignore[method-assign]
-        drive.cluster.scale(6)
-        await write(replicas, seen)
-
-    drive.cluster.write = write_late  # type: ignore[method-assign]
+    drive.cluster.before_write.append(lambda: drive.cluster.scale(6))
     await drive.step(IDLE)
     assert drive.cluster.replicas == 6
     assert not drive.cluster.writes
