@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.manifests import Breakage, Manifests, Object, labels_of, pod_of
+from tests.support.kube.resources import Json
+from tests.support.manifests import Breakage, Manifests, labels_of, pod_of
 from tests.support.network_policies import End, Flow, passes
 from tests.support.pod_programs import environment
 
@@ -88,7 +89,7 @@ def test_rights_are_the_least(found: Manifests) -> None:
     assert pod_of(found.experts)["serviceAccountName"] != account
 
 
-def rule(group: str, resource: str, verbs: list[str], names: list[str] | None = None) -> Object:
+def rule(group: str, resource: str, verbs: list[str], names: list[str] | None = None) -> Json:
     """A rule of a Role."""
     limited = {"resourceNames": names} if names else {}
     return {"apiGroups": [group], "resources": [resource], "verbs": verbs, **limited}
@@ -122,12 +123,12 @@ def test_secrets_are_files(found: Manifests) -> None:
         assert all("configMapRef" in source for source in container["envFrom"])
 
 
-def policy(found: Manifests, name: str) -> Object:
+def policy(found: Manifests, name: str) -> Json:
     """The specification of a NetworkPolicy."""
     return found.one("NetworkPolicy", name)["spec"]
 
 
-def role(found: Manifests) -> list[Object]:
+def role(found: Manifests) -> list[Json]:
     """The rules of the gateway."""
     return found.one("Role", "gateway")["rules"]
 

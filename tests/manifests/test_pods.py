@@ -6,11 +6,11 @@ from pathlib import PurePosixPath
 
 import pytest
 
+from tests.support.kube.resources import Json
 from tests.support.manifests import (
     GPU,
     Breakage,
     Manifests,
-    Object,
     named,
     pod_of,
     quantity,
@@ -32,7 +32,7 @@ END_S = 10
 """After the drain, for the rest of an orderly end."""
 
 
-def probes(container: Object) -> list[Object]:
+def probes(container: Json) -> list[Json]:
     """Those of a container that must have all three."""
     assert container.keys() >= set(PROBES), container["name"]
     return [container[name] for name in PROBES]
@@ -60,7 +60,7 @@ def test_probes_do_not_kill_busy_pods(found: Manifests) -> None:
         assert question(live) != question(container["readinessProbe"])
 
 
-def question(probe: Object) -> object:
+def question(probe: Json) -> object:
     """What a probe asks."""
     return probe["grpc"]["service"] if "grpc" in probe else probe["httpGet"]["path"]
 
@@ -78,7 +78,7 @@ def test_probes_of_expert_workers_are_apart_from_data(found: Manifests) -> None:
 # --- end ---
 
 
-def grace_s(workload: Object) -> int:
+def grace_s(workload: Json) -> int:
     """Seconds from the wish to end a pod to its death."""
     return pod_of(workload).get("terminationGracePeriodSeconds", 30)
 

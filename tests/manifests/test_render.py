@@ -13,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.support.kube.resources import Json
 from tests.support.manifests import (
     ADDED_COMPONENTS,
     COMPONENTS,
@@ -21,7 +22,6 @@ from tests.support.manifests import (
     VARIANTS,
     Breakage,
     Manifests,
-    Object,
     labels_of,
     render_all,
 )
@@ -61,7 +61,7 @@ def schemas_read_once() -> Iterator[None]:
         yield
 
 
-def refused(objects: list[Object], minor: str) -> list[str]:
+def refused(objects: list[Json], minor: str) -> list[str]:
     """What a strict API server of this version would say."""
     problems = []
     for each in objects:
@@ -81,14 +81,14 @@ def refused(objects: list[Object], minor: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def distinct(rendered: dict[str, Manifests]) -> list[Object]:
+def distinct(rendered: dict[str, Manifests]) -> list[Json]:
     """The objects of all variants, equal ones once."""
     every = [each for found in rendered.values() for each in found.objects]
     return list({json.dumps(each, sort_keys=True): each for each in every}.values())
 
 
 @pytest.mark.parametrize("minor", MINORS)
-def test_schemas(distinct: list[Object], minor: str) -> None:
+def test_schemas(distinct: list[Json], minor: str) -> None:
     """Every field is known to this Kubernetes and of the right type, and none is missing."""
     assert refused(distinct, minor) == []
 
@@ -108,7 +108,7 @@ def test_schemas(distinct: list[Object], minor: str) -> None:
     ],
 )
 def test_schemas_refuse(
-    rendered: dict[str, Manifests], minor: str, kind: str, name: str, wrong: Object
+    rendered: dict[str, Manifests], minor: str, kind: str, name: str, wrong: Json
 ) -> None:
     """The schemas are not so wide that they would take anything."""
     found = rendered["gpu-prod"].one(kind, name)

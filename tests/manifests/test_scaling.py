@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.support.manifests import Breakage, Manifests, Object, labels_of, named, pod_of, selects
+from tests.support.kube.resources import Json
+from tests.support.manifests import Breakage, Manifests, labels_of, named, pod_of, selects
 from tests.support.metric_names import known_metrics, metrics_in
 from tests.support.pod_programs import environment
 
@@ -110,12 +111,12 @@ def test_metrics_that_are_asked_for_exist(found: Manifests) -> None:
 KEDA = "local-cpu+keda-gateway"
 
 
-def scaled(found: Manifests) -> Object:
+def scaled(found: Manifests) -> Json:
     """The specification of the ScaledObject."""
     return found.one("ScaledObject", "gateway")["spec"]
 
 
-def alert(found: Manifests) -> Object:
+def alert(found: Manifests) -> Json:
     """A rule of the PrometheusRule."""
     return found.one("PrometheusRule", "expertmesh")["spec"]["groups"][0]["rules"][0]
 
@@ -144,11 +145,12 @@ BREAKAGES = [
     ),
     Breakage(
         test_autoscaling_is_on_where_it_says_so, "another StatefulSet",
-        lambda m: settings(m).update(EXPERTMESH_SCALE_TARGET="statefulset/experts"), "gpu-prod",
+        lambda m: m.shared_settings.update(EXPERTMESH_SCALE_TARGET="statefulset/experts"),
+        "gpu-prod",
     ),
     Breakage(
         test_autoscaling_is_on_where_it_says_so, "fewer than copies need",
-        lambda m: settings(m).update(EXPERTMESH_MIN_EXPERT_WORKERS="1"), "gpu-prod",
+        lambda m: m.shared_settings.update(EXPERTMESH_MIN_EXPERT_WORKERS="1"), "gpu-prod",
     ),
     Breakage(
         test_scaled_objects_are_careful, "no answer is no load",
@@ -194,12 +196,6 @@ BREAKAGES = [
         "gpu-prod",
     ),
 ]  # fmt: skip
-
-
-def settings(found: Manifests) -> dict[str, str]:
-    """The ConfigMap of the gateway."""
-    (source,) = found.container("gateway")["envFrom"]
-    return found.one("ConfigMap", source["configMapRef"]["name"])["data"]
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=str)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from expertmesh.grpc_options import channel_options, server_options
+from tests.support.kube.resources import Json
 from tests.support.manifests import (
     GPU,
     Breakage,
     Manifests,
-    Object,
     labels_of,
     named,
     pod_of,
@@ -179,7 +179,7 @@ def test_claims_are_used(found: Manifests) -> None:
     assert bool(used) == is_shared
 
 
-def budget(found: Manifests) -> Object:
+def budget(found: Manifests) -> Json:
     """The disruption budget of the expert workers."""
     return found.one("PodDisruptionBudget", "expert-worker")["spec"]
 
@@ -187,7 +187,7 @@ def budget(found: Manifests) -> Object:
 BREAKAGES = [
     Breakage(
         test_gateways_discover_pods_that_answer, "discovery by the governing Service",
-        lambda m: settings(m).update(EXPERTMESH_EXPERTS="k8s:expert-worker-pods"),
+        lambda m: m.shared_settings.update(EXPERTMESH_EXPERTS="k8s:expert-worker-pods"),
     ),
     Breakage(
         test_gateways_discover_pods_that_answer, "pods that are not ready",
@@ -195,7 +195,7 @@ BREAKAGES = [
     ),
     Breakage(
         test_gateways_connect_to_pods_and_never_to_a_service, "the name of a Service",
-        lambda m: settings(m).update(EXPERTMESH_EXPERTS="expert-worker:50061"),
+        lambda m: m.shared_settings.update(EXPERTMESH_EXPERTS="expert-worker:50061"),
     ),
     Breakage(
         test_gpus_do_not_block_a_rollout, "a surge",
@@ -292,12 +292,6 @@ BREAKAGES = [
         "local-cpu+model-pvc",
     ),
 ]  # fmt: skip
-
-
-def settings(found: Manifests) -> dict[str, str]:
-    """The ConfigMap of the gateway."""
-    (source,) = found.container("gateway")["envFrom"]
-    return found.one("ConfigMap", source["configMapRef"]["name"])["data"]
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=str)

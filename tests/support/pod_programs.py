@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
-import re
 from collections.abc import Mapping
 from unittest import mock
 
@@ -18,45 +16,38 @@ from expertmesh.settings import (
     MeshOptions,
 )
 from gateway.command.cli import app
-from tests.support.manifests import Manifests, Object, quantity
+from tests.support.kube.kubelet.environment import command_of, expand, resource_of
+from tests.support.kube.resources import Json
+from tests.support.manifests import Manifests
 
 POD = {"status.podIP": "10.0.0.7", "metadata.name": "expert-worker-0", "spec.nodeName": "a-node"}
 """What the downward API says of a pod."""
 
-_REFERENCE = re.compile(r"\$\(([A-Z_][A-Z0-9_]*)\)")
 
-
-def environment(found: Manifests, container: Object) -> dict[str, str]:
+def environment(found: Manifests, container: Json) -> dict[str, str]:
     """The variables of a container, as a kubelet sets them; none from Secrets."""
     values = found.settings(container)
     for entry in container.get("env", ()):
         value = _value(container, entry)
         if value is not None:
-            values[entry["name"]] = expanded(value, values)
+            values[entry["name"]] = expand(value, values)
     return values
 
 
-def _value(container: Object, entry: Object) -> str | None:
+def _value(container: Json, entry: Json) -> str | None:
     if "value" in entry:
         return str(entry["value"])
     source = entry["valueFrom"]
     if "fieldRef" in source:
         return POD[source["fieldRef"]["fieldPath"]]
     if "resourceFieldRef" in source:
-        part, _, name = source["resourceFieldRef"]["resource"].partition(".")
-        return str(math.ceil(quantity(container["resources"][part][name])))
+        return resource_of(container, source["resourceFieldRef"])
     return None
 
 
-def expanded(text: str, values: Mapping[str, str]) -> str:
-    """A text with `$(NAME)` replaced; what is not known stays, as with a kubelet."""
-    return _REFERENCE.sub(lambda name: values.get(name[1], name[0]), text)
-
-
-def command_line(found: Manifests, container: Object) -> list[str]:
+def command_line(found: Manifests, container: Json) -> list[str]:
     """Program and arguments of a container, expanded."""
-    values = environment(found, container)
-    return [expanded(part, values) for part in (*container["command"], *container.get("args", ()))]
+    return command_of(container, environment(found, container))
 
 
 def expert_settings(found: Manifests) -> tuple[ExpertWorkerSettings, int | None]:
@@ -66,7 +57,7 @@ def expert_settings(found: Manifests) -> tuple[ExpertWorkerSettings, int | None]
     return parse_settings(line[3:])
 
 
-def parsed_command(found: Manifests, container: Object) -> Mapping[str, object]:
+def parsed_command(found: Manifests, container: Json) -> Mapping[str, object]:
     """Arguments that the command line `expertmesh` hands to its function."""
     line, values = command_line(found, container), environment(found, container)
     assert line[0] == "expertmesh"

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import yaml
 from aiohttp import web
@@ -289,7 +289,7 @@ def _document(
     return handler
 
 
-def _json(item: Any, *, status: int = 200) -> web.Response:
+def _json(item: object, *, status: int = 200) -> web.Response:
     return web.Response(status=status, text=json.dumps(item), content_type="application/json")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 
@@ -84,7 +84,7 @@ class KubeClient:
         method: str,
         path: str,
         *,
-        body: Any = None,
+        body: object = None,
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tests.support.kube.resources import ApiError, Json, bad_request
 
@@ -25,33 +24,32 @@ _MERGE_KEYS = {
 _ORDER, _DELETE_FROM, _RETAIN = "$setElementOrder/", "$deleteFromPrimitiveList/", "$retainKeys"
 
 
-def patched(item: Json, patch: Any, content_type: str) -> Json:
+def patched(item: Json, patch: object, content_type: str) -> Json:
     """A changed copy of an object; ApiError for a patch that is none."""
-    try:
-        apply = _KINDS[content_type]
-    except KeyError:
-        message = f"the body of the request was in an unknown format: {content_type}"
-        raise ApiError(415, "UnsupportedMediaType", message) from None
-    return apply(copy.deepcopy(item), patch)
+    item = copy.deepcopy(item)
+    if content_type == _JSON_PATCH and isinstance(patch, list):
+        return _operations(item, patch)
+    if content_type in _MERGES and isinstance(patch, dict):
+        return _MERGES[content_type](item, patch)
+    if content_type in (_JSON_PATCH, *_MERGES):
+        raise bad_request(f"a patch of this format is no {type(patch).__name__}")
+    message = f"the body of the request was in an unknown format: {content_type}"
+    raise ApiError(415, "UnsupportedMediaType", message)
 
 
-def _merge(item: Any, patch: Any) -> Any:
+def _merge(item: object, patch: Json) -> Json:
     """RFC 7386."""
-    if not isinstance(patch, dict):
-        return patch
     merged = dict(item) if isinstance(item, dict) else {}
     for name, value in patch.items():
         if value is None:
             merged.pop(name, None)
         else:
-            merged[name] = _merge(merged.get(name), value)
+            merged[name] = _merge(merged.get(name), value) if isinstance(value, dict) else value
     return merged
 
 
-def _strategic(item: Any, patch: Any) -> Any:
+def _strategic(item: object, patch: Json) -> Json:
     """As a merge patch, but for lists whose items have a key, and for directives."""
-    if not isinstance(patch, dict):
-        return patch
     if patch.get("$patch") == "replace":
         return {name: value for name, value in patch.items() if name != "$patch"}
     merged = dict(item) if isinstance(item, dict) else {}
@@ -69,7 +67,7 @@ def _strategic(item: Any, patch: Any) -> Any:
             order = patch.get(_ORDER + name)
             merged[name] = _merge_list(merged.get(name) or [], value, _MERGE_KEYS[name], order)
         else:
-            merged[name] = _strategic(merged.get(name), value)
+            merged[name] = _strategic(merged.get(name), value) if isinstance(value, dict) else value
     return merged
 
 
@@ -92,45 +90,53 @@ def _merge_list(
     return list(by_key.values())
 
 
-def _operations(item: Any, patch: list[Json]) -> Any:
+def _operations(item: Json, patch: list[Json]) -> Json:
     """RFC 6902: add, remove, replace and test."""
     for operation in patch:
         *path, last = [
             part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:]
         ]
-        parent = item
+        parent: object = item
         try:
             for part in path:
-                parent = parent[int(part) if isinstance(parent, list) else part]
+                parent = _child(parent, part)
             _operate(parent, last, operation)
         except (KeyError, IndexError, ValueError) as error:
             raise bad_request(f"cannot apply {operation}: {error}") from error
     return item
 
 
-def _operate(parent: Any, last: str, operation: Json) -> None:
-    place: Any = last
-    if isinstance(parent, list):
-        place = len(parent) if last == "-" else int(last)
-    match operation["op"]:
-        case "add" if isinstance(parent, list):
-            parent.insert(place, operation["value"])
-        case "add":
-            parent[place] = operation["value"]
-        case "replace":
-            del parent[place]
+def _child(parent: object, name: str) -> object:
+    match parent:
+        case list():
+            return parent[int(name)]
+        case dict():
+            return parent[name]
+    raise ValueError(f"{parent!r} has no parts")
+
+
+def _operate(parent: object, last: str, operation: Json) -> None:
+    match operation["op"], parent:
+        case "add", list() as items:
+            items.insert(len(items) if last == "-" else int(last), operation["value"])
+        case "add", dict() as fields:
+            fields[last] = operation["value"]
+        case "remove", list() as items:
+            del items[int(last)]
+        case "remove", dict() as fields:
+            del fields[last]
+        case "replace", _:
+            _operate(parent, last, {"op": "remove"})
             _operate(parent, last, {**operation, "op": "add"})
-        case "remove":
-            del parent[place]
-        case "test":
-            if parent[place] != operation["value"]:
+        case "test", _:
+            if _child(parent, last) != operation["value"]:
                 raise ValueError("the test failed")
-        case other:
-            raise ValueError(f"operation {other!r} is not known")
+        case other, _:
+            raise ValueError(f"operation {other!r} is not known here")
 
 
-_KINDS: dict[str, Callable[[Any, Any], Any]] = {
+_JSON_PATCH = "application/json-patch+json"
+_MERGES: dict[str, Callable[[object, Json], Json]] = {
     "application/merge-patch+json": _merge,
     "application/strategic-merge-patch+json": _strategic,
-    "application/json-patch+json": _operations,
 }

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tests.support.kube.access import Access, token_of
 from tests.support.kube.api_server import FakeApiServer
@@ -127,7 +127,7 @@ class PocketCluster:
         finally:
             self.call(lambda *_: made.__exit__(None, None, None))
 
-    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    def _run(self, coroutine: Coroutine[object, None, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_CALL_S)
 
     async def _start(self) -> None:

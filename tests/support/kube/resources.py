@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 Json = dict[str, Any]
-"""An object of the API as JSON has it."""
+"""An object of the API, or a part of one, as JSON or YAML has it: nested, and of any kind."""
 
 
 @dataclass(frozen=True)

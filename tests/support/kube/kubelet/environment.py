@@ -5,24 +5,16 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.kube.client import KubeClient
 from tests.support.kube.resources import CONFIG_MAPS, SECRETS, ApiError, Json
+from tests.support.manifests import quantity
 
 _VARIABLE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
 _FIELD = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
-_UNITS = {
-    "m": 1e-3,
-    "Ki": 2**10,
-    "Mi": 2**20,
-    "Gi": 2**30,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-}
 _ANY_ADDRESS = "0.0.0.0"
 
 
@@ -87,7 +79,7 @@ async def _value_from(
     if "fieldRef" in source:
         return field_of(pod, address, source["fieldRef"]["fieldPath"])
     if "resourceFieldRef" in source:
-        return _resource_of(container, source["resourceFieldRef"])
+        return resource_of(container, source["resourceFieldRef"])
     reference = source.get("configMapKeyRef") or source["secretKeyRef"]
     named = {"configMapRef": 1} if "configMapKeyRef" in source else {"secretRef": 1}
     data = await read_data(client, pod["metadata"]["namespace"], named, reference)
@@ -130,21 +122,14 @@ def field_of(pod: Json, address: str, path: str) -> str:
     return values[path]
 
 
-def _resource_of(container: Json, reference: Json) -> str:
-    kind, name = reference["resource"].split(".")
-    amount = _amount(container["resources"][kind][name])
-    return str(math.ceil(amount / _amount(reference.get("divisor", "1"))))
+def resource_of(container: Json, reference: Json) -> str:
+    """A limit or request of the container, rounded up to a multiple of the divisor."""
+    kind, name = reference["resource"].split(".", 1)
+    amount = quantity(container["resources"][kind][name])
+    return str(math.ceil(amount / quantity(reference.get("divisor", "1"))))
 
 
-def _amount(quantity: str | int) -> float:
-    text = str(quantity)
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    return float(text.removesuffix(unit)) * _UNITS.get(unit, 1.0)
-
-
-def command_of(
-    container: Json, entrypoint: Sequence[str], variables: Mapping[str, str]
-) -> list[str]:
-    """What is run: the manifest's command and arguments, or those of the image."""
-    parts = [*container.get("command", entrypoint), *container.get("args", [])]
+def command_of(container: Json, variables: Mapping[str, str]) -> list[str]:
+    """What is run: the manifest's command, which all of ours name, and its arguments."""
+    parts = [*container["command"], *container.get("args", [])]
     return [expand(part, variables) for part in parts]

@@ -15,7 +15,6 @@ import aiohttp
 from tests.support.kube.client import KubeClient
 from tests.support.kube.kubelet.container import Container, Lifeline
 from tests.support.kube.kubelet.environment import Sandbox, command_of, variables_of
-from tests.support.kube.kubelet.images import entrypoint_of
 from tests.support.kube.kubelet.prober import Prober
 from tests.support.kube.kubelet.status import ContainerState, PodState
 from tests.support.kube.kubelet.volumes import folders_of, make_volumes
@@ -136,7 +135,7 @@ class PodRunner:
             lambda: variables_of(self._client, self._pod, container, self._address)
         )
         sandbox = Sandbox(self._address, folders_of(container, self._volumes))
-        command = command_of(container, entrypoint_of(container.get("image", "")), variables)
+        command = command_of(container, variables)
         process = Container(
             [sandbox.translate(part) for part in command],
             {name: sandbox.translate(value) for name, value in variables.items()},

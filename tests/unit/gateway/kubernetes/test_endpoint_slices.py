@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from gateway.cluster.fields import JsonObject
 from gateway.mesh.discovery import Endpoint
 from gateway.mesh.endpoint_slices import ServiceView, read_slices
-from tests.support.endpoint_slices import Json, endpoint_slice, pod
+from tests.support.endpoint_slices import endpoint_slice, pod
+from tests.support.kube.resources import Json
 
 
 def read(*slices: Json) -> ServiceView:
