@@ -82,7 +82,7 @@ class ExpertWorker:
             row_credits=settings.row_credits,
             node=settings.node or socket.gethostname(),
         )
-        self.transport = make_transport(settings.tls_files)
+        self.transport = make_transport(settings.tls_files, serves=True)
         has_direct = settings.direct_port >= 0 and self.transport.allows_direct
         if not self.transport.allows_direct:
             logger.info("rows travel by gRPC alone: direct connections have no TLS")

@@ -63,6 +63,7 @@ class MutualTls:
 
     Args:
         files: Of this process.
+        serves: Whether their certificate is to be one for servers; else one for clients will do.
 
     Raises:
         SettingsError: A file cannot be used; names it.
@@ -70,8 +71,8 @@ class MutualTls:
 
     allows_direct = False
 
-    def __init__(self, files: TlsFiles) -> None:
-        self._pems = ReloadedPems(files)
+    def __init__(self, files: TlsFiles, *, serves: bool = False) -> None:
+        self._pems = ReloadedPems(files, serves=serves)
 
     def channel(self, address: str, options: Sequence[Option]) -> grpc.Channel:
         """See Transport."""
@@ -95,20 +96,21 @@ class ReloadedPems:
 
     Args:
         files: To read.
+        serves: See MutualTls.
 
     Raises:
         SettingsError: A file cannot be used; names it.
     """
 
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._pems = _read(files)
+    def __init__(self, files: TlsFiles, *, serves: bool) -> None:
+        self._files, self._serves = files, serves
+        self._pems = _read(files, serves=serves)
         self._failing = ""
 
     def latest(self) -> Pems:
         """Reads them anew."""
         try:
-            self._pems, self._failing = _read(self._files), ""
+            self._pems, self._failing = _read(self._files, serves=self._serves), ""
         except SettingsError as error:
             if error.message != self._failing:
                 logger.warning("still using the last certificate: %s", error.message)
@@ -116,27 +118,28 @@ class ReloadedPems:
         return self._pems
 
 
-def make_transport(files: TlsFiles | None) -> Transport:
-    """By the settings.
+def make_transport(files: TlsFiles | None, *, serves: bool = False) -> Transport:
+    """By the settings; arguments as in `MutualTls`.
 
     Raises:
         SettingsError: A file cannot be used; names it.
     """
-    return Plaintext() if files is None else MutualTls(files)
+    return Plaintext() if files is None else MutualTls(files, serves=serves)
 
 
-def check_pair(flags: tuple[str, str], cert: str, key: str) -> None:
+def check_pair(flags: tuple[str, str], cert: str, key: str, *, serves: bool) -> None:
     """Raises SettingsError unless a certificate and a private key can be used together.
 
     Args:
         flags: How the files are given, for messages.
         cert: Path.
         key: Path.
+        serves: Whether they are used by a server; else by a client.
     """
     for flag, path in zip(flags, (cert, key), strict=True):
         _bytes_of(flag, path)
     try:
-        _shake_hands(cert, key)
+        _shake_hands(cert, key, serves=serves)
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "verify_message", None) or getattr(error, "reason", None)
         raise SettingsError(
@@ -145,15 +148,20 @@ def check_pair(flags: tuple[str, str], cert: str, key: str) -> None:
         ) from error
 
 
-def _shake_hands(cert: str, key: str) -> None:
-    """A server with this certificate, and a client that trusts it alone, in memory: the way of
-    `ssl` to say whether it is valid today. Raises ssl.SSLError or ValueError."""
+def _shake_hands(cert: str, key: str, *, serves: bool) -> None:
+    """A server and a client with this certificate, in memory: the way of `ssl` to say whether it is
+    valid today, and for what it is used. One end looks at that of the other, and trusts it alone.
+    Raises ssl.SSLError or ValueError."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(cert, key, password=_no_password)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    client.load_verify_locations(cert)
+    client.verify_mode = ssl.CERT_NONE
+    for context in (server, client):
+        context.load_cert_chain(cert, key, password=_no_password)
+    judge = client if serves else server
+    judge.verify_mode = ssl.CERT_REQUIRED
+    judge.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    judge.load_verify_locations(cert)
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)
     for _ in range(_MOST_FLIGHTS):
@@ -162,22 +170,22 @@ def _shake_hands(cert: str, key: str) -> None:
                 end.do_handshake()
 
 
-def _read(files: TlsFiles) -> Pems:
+def _read(files: TlsFiles, *, serves: bool) -> Pems:
     for _ in range(_TRIES):
-        before = _read_once(files)
-        if _read_once(files) == before:  # what was checked is what was read
+        before = _read_once(files, serves=serves)
+        if _read_once(files, serves=serves) == before:  # what was checked is what was read
             return before
     raise SettingsError(f"--tls-cert-file {files.cert}: it changes all the time")
 
 
-def _read_once(files: TlsFiles) -> Pems:
+def _read_once(files: TlsFiles, *, serves: bool) -> Pems:
     """Reads, then checks what is there by then."""
     pems = (
         _bytes_of("--tls-cert-file", files.cert),
         _bytes_of("--tls-key-file", files.key),
         _bytes_of("--tls-ca-file", files.ca),
     )
-    check_pair(("--tls-cert-file", "--tls-key-file"), files.cert, files.key)
+    check_pair(("--tls-cert-file", "--tls-key-file"), files.cert, files.key, serves=serves)
     ca = pems[2]
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii"))

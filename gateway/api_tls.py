@@ -53,7 +53,7 @@ class TlsApi:
 
     def __init__(self, cert: str, key: str) -> None:
         self._paths = Path(cert), Path(key)
-        check_pair(_FLAGS, cert, key)
+        check_pair(_FLAGS, cert, key, serves=True)
         self._failing = ""
         self._seen = self._stamp()
         self._latest = self._context()
@@ -85,7 +85,7 @@ class TlsApi:
         if stamp == self._seen:
             return
         try:
-            check_pair(_FLAGS, *map(str, self._paths))
+            check_pair(_FLAGS, *map(str, self._paths), serves=True)
             context, configuration = self._context(), self._grpc_configuration()
         except (SettingsError, OSError, ssl.SSLError) as error:
             if str(error) != self._failing:

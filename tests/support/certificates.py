@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,14 @@ class Authority:
         builder = _builder(name, name, key).add_extension(basic, critical=True)
         return cls(key, builder.sign(key, hashes.SHA256()))
 
-    def issue(self, folder: Path, name: str = "expert-worker", *, days: int = 1) -> TlsFiles:
+    def issue(
+        self,
+        folder: Path,
+        name: str = "expert-worker",
+        *,
+        days: int = 1,
+        purposes: Sequence[x509.ObjectIdentifier] = (),
+    ) -> TlsFiles:
         """Puts a new certificate for a name and for 127.0.0.1, its key and this authority into a
         folder; files that are there are replaced at once, as a kubelet does.
 
@@ -48,11 +56,15 @@ class Authority:
             folder: Where to.
             name: Of whom.
             days: For which it is valid; it began two days ago.
+            purposes: What alone it is to be used for; by default that is left open.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.DNSName(name), x509.IPAddress(_LOOPBACK)])
         builder = _builder(_name(name), self.certificate.subject, key, days)
-        certificate = builder.add_extension(names, critical=False).sign(self.key, hashes.SHA256())
+        builder = builder.add_extension(names, critical=False)
+        if purposes:
+            builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        certificate = builder.sign(self.key, hashes.SHA256())
         folder.mkdir(exist_ok=True)
         encoding = serialization.Encoding.PEM
         private = key.private_bytes(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from expertmesh.errors import SettingsError
 from expertmesh.tls_settings import TlsFiles
@@ -58,15 +59,30 @@ def echoed(transport: Transport, address: str) -> bytes:
 
 def test_who_belongs_to_the_mesh_is_answered(authority: Authority, tmp_path: Path) -> None:
     """Each end has a certificate of the authority; the address is in none that a client checks."""
-    worker = MutualTls(authority.issue(tmp_path / "worker"))
+    worker = MutualTls(authority.issue(tmp_path / "worker"), serves=True)
     gateway = MutualTls(authority.issue(tmp_path / "gateway", "gateway"))
     with echo_server(worker) as address:
         assert echoed(gateway, address) == b"hello"
 
 
+def test_certificates_for_clients_or_servers_alone(authority: Authority, tmp_path: Path) -> None:
+    """A gateway's need not be one for servers, nor that of an expert worker one for clients; the
+    other way round they are refused at the start."""
+    for_clients = authority.issue(
+        tmp_path / "gateway", "gateway", purposes=[ExtendedKeyUsageOID.CLIENT_AUTH]
+    )
+    for_servers = authority.issue(tmp_path / "worker", purposes=[ExtendedKeyUsageOID.SERVER_AUTH])
+    with echo_server(MutualTls(for_servers, serves=True)) as address:
+        assert echoed(MutualTls(for_clients), address) == b"hello"
+    with pytest.raises(SettingsError, match="unsuitable certificate purpose"):
+        make_transport(for_clients, serves=True)
+    with pytest.raises(SettingsError, match="unsuitable certificate purpose"):
+        make_transport(for_servers)
+
+
 def test_others_are_refused(authority: Authority, tmp_path: Path) -> None:
     """Plain text, no certificate, and one of another authority: no call is answered."""
-    worker = MutualTls(authority.issue(tmp_path / "worker"))
+    worker = MutualTls(authority.issue(tmp_path / "worker"), serves=True)
     other = MutualTls(Authority.new().issue(tmp_path / "other", "gateway"))
     ca = Path(tmp_path / "worker" / "ca.crt").read_bytes()
     with echo_server(worker) as address:
@@ -101,7 +117,7 @@ def test_certificates_change_without_a_cut(tmp_path: Path) -> None:
     """A stream goes on while both certificates, and even the authority, are replaced; who has only
     the old ones is refused from then on."""
     before, after = Authority.new(), Authority.new()
-    worker = MutualTls(before.issue(tmp_path / "worker"))
+    worker = MutualTls(before.issue(tmp_path / "worker"), serves=True)
     gateway = MutualTls(before.issue(tmp_path / "gateway", "gateway"))
     old = MutualTls(before.issue(tmp_path / "old", "gateway"))
     with echo_server(worker) as address, gateway.channel(address, []) as channel:
@@ -140,7 +156,7 @@ class _Messages:
 
 def test_half_a_change_keeps_what_was(authority: Authority, tmp_path: Path) -> None:
     """A certificate whose key has not come yet is not used."""
-    worker = MutualTls(authority.issue(tmp_path / "worker"))
+    worker = MutualTls(authority.issue(tmp_path / "worker"), serves=True)
     gateway = MutualTls(authority.issue(tmp_path / "gateway", "gateway"))
     with echo_server(worker) as address:
         stray = authority.issue(tmp_path / "stray")
@@ -183,9 +199,10 @@ def test_key_of_another_certificate_is_refused(authority: Authority, tmp_path: P
 
 def test_certificate_that_has_ended_is_refused(authority: Authority, tmp_path: Path) -> None:
     """At the start; one that comes later does not replace one that is valid."""
-    with pytest.raises(SettingsError, match="certificate has expired"):
-        make_transport(authority.issue(tmp_path / "late", days=-1))
-    worker = MutualTls(authority.issue(tmp_path / "worker"))
+    for serves in (False, True):
+        with pytest.raises(SettingsError, match="certificate has expired"):
+            make_transport(authority.issue(tmp_path / "late", days=-1), serves=serves)
+    worker = MutualTls(authority.issue(tmp_path / "worker"), serves=True)
     gateway = MutualTls(authority.issue(tmp_path / "gateway", "gateway"))
     authority.issue(tmp_path / "worker", days=-1)
     with echo_server(worker) as address:
