@@ -62,9 +62,9 @@ logger = logging.getLogger(__name__)
 WORKER_HOST = "127.0.0.1"
 _KILLED = 130
 _EXPERT_MEMORY_SHARE = 0.6
+"""Of free memory for experts; the rest is for keys and values, and for calls."""
 RESTART_NICENESS = 10
 """Of expert workers that come back: the others serve meanwhile, on the same cores."""
-"""Of free memory for experts; the rest is for keys and values, and for calls."""
 
 
 class _Stop(BaseException):
