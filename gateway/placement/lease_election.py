@@ -99,10 +99,11 @@ class LeaseElection:
         while True:
             try:
                 began_s = time.monotonic()
-                if await self._try():
-                    return began_s
+                is_taken = await self._try()
                 self._problem = ""
                 self._backoff.reset()
+                if is_taken:
+                    return began_s
                 pause_s = self._times.retry_s * random.uniform(0.8, 1.2)
             except ClusterError as error:
                 self._say(error)
@@ -175,7 +176,7 @@ class LeaseElection:
             began_s = time.monotonic()
             try:
                 await self._renew(until_s)
-                renewed_s = began_s
+                renewed_s, self._problem = began_s, ""
             except ClusterError as error:
                 self._say(error)
                 if self._term is None or time.monotonic() >= until_s:

@@ -100,6 +100,21 @@ def second_token(elections: Elections) -> int:
     return next(token for name, token in elections.heard if name == "b" and token is not None)
 
 
+async def test_each_interruption_is_told(
+    elections: Elections, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, however many renewals fail, and again when it comes again."""
+    leader = await elections.leader("a", PATIENT)
+    for _ in range(2):
+        caplog.clear()
+        leader.api.is_cut = True
+        await until(lambda: bool(caplog.messages))
+        leader.api.is_cut = False
+        await elections.until_looked_at(5)  # the last one is sent after a success
+        assert caplog.messages == [f"Lease {LEASE}: the network is cut"]
+    assert elections.heard == [("a", leader.token)]
+
+
 async def test_times_in_the_lease_are_not_believed(elections: Elections) -> None:
     """A holder whose clock is years behind is left alone while it renews; one whose clock is ahead
     is followed when it does not any more."""
