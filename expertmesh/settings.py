@@ -16,6 +16,7 @@ from typing import Literal
 from expertmesh.cores import MAX_THREADS, parse_cores
 from expertmesh.errors import SettingsError
 from expertmesh.expert_source import AddressList, ExpertSource, parse_experts
+from expertmesh.key_settings import KeyFiles
 from expertmesh.leader_lock import FileLock, LeaseLock, parse_lock
 from expertmesh.scaling_settings import ScalingSettings
 from expertmesh.settings_base import Settings, check_float, check_host, check_int, check_port
@@ -299,6 +300,7 @@ class GatewaySettings(Settings):
     engine: EngineSettings = field(default_factory=EngineSettings)
     mesh: MeshSettings = field(default_factory=MeshSettings)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    keys: KeyFiles = field(default_factory=KeyFiles)
     log: LogSettings = field(default_factory=LogSettings)
 
 

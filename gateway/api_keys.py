@@ -2,12 +2,12 @@
 
 Only SHA-256 digests are kept. They come to a gateway in its environment, not with its settings,
 which are on a command line that every user of the machine can read; the gateway removes them from
-there, so that no process that it starts has them.
+there, so that no process that it starts has them. Files with keys it reads by itself, and anew when
+they have changed: see `gateway.key_file`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -16,6 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from expertmesh.errors import AuthenticationError, SettingsError
+from gateway.key_file import (
+    KeyFile,
+    ListedKeys,
+    NoListedKeys,
+    check_key,
+    check_number,
+    digest_of,
+    read_keys,
+)
 
 KEYS_VARIABLE = "EXPERTMESH_API_KEYS"
 """Environment variable with accepted keys, separated by commas or spaces."""
@@ -25,48 +34,51 @@ ADMIN_KEYS_VARIABLE = "EXPERTMESH_ADMIN_KEYS"
 ADMIN_DIGESTS_VARIABLE = "EXPERTMESH_ADMIN_KEY_DIGESTS"
 """The same for those that may drain expert workers and move experts."""
 
-_MIN_LEN = 8
-_MAX_KEYS = 10_000
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 
 
 class ApiKeys:
     """The keys that are accepted; with none of them everybody is served.
 
     Args:
-        digests: SHA-256 of each key.
+        digests: SHA-256 of each key that stays.
+        listed: Further ones, which may change.
     """
 
-    def __init__(self, digests: Iterable[bytes] = ()) -> None:
-        self._digests = tuple(dict.fromkeys(digests))
+    def __init__(self, digests: Iterable[bytes] = (), listed: ListedKeys | None = None) -> None:
+        self._fixed = tuple(dict.fromkeys(digests))
+        self._listed = listed or NoListedKeys()
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> ApiKeys:
         """These keys."""
-        return cls(hashlib.sha256(key.encode()).digest() for key in keys)
+        return cls(map(digest_of, keys))
 
     @classmethod
-    def from_environment(cls, variable: str = DIGESTS_VARIABLE) -> ApiKeys:
-        """The digests of the environment, which are removed from there.
+    def from_environment(cls, variable: str = DIGESTS_VARIABLE, file: str = "") -> ApiKeys:
+        """The digests of the environment, which are removed from there, and the keys of a file.
+
+        Args:
+            variable: Where the digests are.
+            file: Path; empty for none.
 
         Raises:
-            SettingsError: Something there is not a digest.
+            SettingsError: Something there is not a digest, or the file cannot be used.
         """
         found = [part for part in os.environ.pop(variable, "").split(",") if part]
         if not all(map(_DIGEST.fullmatch, found)):
             raise SettingsError(f"{variable} is not a list of SHA-256 digests")
-        return cls(map(bytes.fromhex, found))
+        return cls(map(bytes.fromhex, found), KeyFile(Path(file)) if file else None)
 
     def to_environment(self, variable: str = DIGESTS_VARIABLE) -> dict[str, str]:
-        """What a gateway's environment must have; empty without keys."""
-        digests = ",".join(digest.hex() for digest in self._digests)
+        """What a gateway's environment must have of keys that stay; empty without."""
+        digests = ",".join(digest.hex() for digest in self._fixed)
         return {variable: digests} if digests else {}
 
     @property
     def required(self) -> bool:
-        """True if callers must show a key."""
-        return bool(self._digests)
+        """True if callers must show a key; that does not change."""
+        return bool(self._fixed or self._listed.digests())
 
     def check(self, key: str | None) -> None:
         """Refuses a caller without an accepted key.
@@ -79,30 +91,57 @@ class ApiKeys:
         Raises:
             AuthenticationError: It is missing or not accepted.
         """
-        if not self._digests:
+        accepted = (*self._fixed, *self._listed.digests())
+        if not accepted:
             return
         if not key:
             raise AuthenticationError("an API key is needed: send Authorization: Bearer KEY")
-        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-        found = [secrets.compare_digest(digest, accepted) for accepted in self._digests]
+        digest = digest_of(key)
+        found = [secrets.compare_digest(digest, other) for other in accepted]
         if not any(found):
             raise AuthenticationError("the API key is not accepted")
+
+
+@dataclass(frozen=True)
+class KeySources:
+    """Keys of one kind as an operator gave them."""
+
+    fixed: tuple[str, ...] = field(default=(), repr=False)
+    """Of flags and the environment."""
+    listed: tuple[str, ...] = field(default=(), repr=False)
+    """Of a file, which the gateway reads by itself."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All, each once."""
+        return tuple(dict.fromkeys((*self.fixed, *self.listed)))
 
 
 @dataclass(frozen=True)
 class GivenKeys:
     """Keys as an operator gave them."""
 
-    api: tuple[str, ...] = field(default=(), repr=False)
-    """Of those who generate."""
-    admin: tuple[str, ...] = field(default=(), repr=False)
-    """Of those who drain expert workers and move experts."""
+    callers: KeySources = KeySources()
+    """Those who generate."""
+    operators: KeySources = KeySources()
+    """Those who drain expert workers and move experts."""
+
+    @property
+    def api(self) -> tuple[str, ...]:
+        """All keys of those who generate."""
+        return self.callers.keys
+
+    @property
+    def admin(self) -> tuple[str, ...]:
+        """All keys of those who drain expert workers and move experts."""
+        return self.operators.keys
 
     def to_environment(self) -> dict[str, str]:
-        """What a gateway's environment must have; digests only."""
+        """What a gateway's environment must have, beside settings that name the files; digests
+        only."""
         return {
-            **ApiKeys.of(self.api).to_environment(),
-            **ApiKeys.of(self.admin).to_environment(ADMIN_DIGESTS_VARIABLE),
+            **ApiKeys.of(self.callers.fixed).to_environment(),
+            **ApiKeys.of(self.operators.fixed).to_environment(ADMIN_DIGESTS_VARIABLE),
         }
 
 
@@ -133,37 +172,13 @@ def collect_keys(
     )
 
 
-def _collected(
-    named: list[tuple[str, list[str]]], variable: str, file: Path | None
-) -> tuple[str, ...]:
-    listed = re.split(r"[\s,]+", os.environ.pop(variable, ""))
-    sources = [*named, (variable, listed), (str(file), _lines(file))]
-    keys: dict[str, None] = {}
-    for source, found in sources:
+def _collected(named: list[tuple[str, list[str]]], variable: str, file: Path | None) -> KeySources:
+    texts = re.split(r"[\s,]+", os.environ.pop(variable, ""))
+    fixed: dict[str, None] = {}
+    for source, found in (*named, (variable, texts)):
         for key in filter(None, found):
-            _check_key(key, source)
-            keys[key] = None
-    if file is not None and not keys:
-        raise SettingsError(f"{file} has no API key", fix="write one key a line")
-    if len(keys) > _MAX_KEYS:
-        raise SettingsError(f"there are {len(keys)} API keys; at most {_MAX_KEYS}")
-    return tuple(keys)
-
-
-def _lines(file: Path | None) -> list[str]:
-    if file is None:
-        return []
-    try:
-        lines = file.read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not ASCII text"
-        raise SettingsError(f"cannot read API keys from {file}: {why}") from error
-    return [line for entry in lines if (line := entry.strip()) and not line.startswith("#")]
-
-
-def _check_key(key: str, source: str) -> None:
-    if not _KEY.fullmatch(key) or len(key) < _MIN_LEN:
-        raise SettingsError(
-            f"{source} has an API key that cannot be used",
-            fix=f"a key has {_MIN_LEN} or more visible ASCII characters, none of them a comma",
-        )
+            check_key(key, source)
+            fixed[key] = None
+    sources = KeySources(tuple(fixed), () if file is None else read_keys(file))
+    check_number(len(sources.keys), variable if file is None else f"{variable} with {file}")
+    return sources

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +12,7 @@ import grpc
 from expertmesh.errors import SettingsError
 from expertmesh.settings import HttpSettings
 from expertmesh.transport import check_pair
+from gateway.file_stamp import stamp_of
 
 logger = logging.getLogger("gateway")
 
@@ -55,7 +55,7 @@ class TlsApi:
         self._paths = Path(cert), Path(key)
         check_pair(_FLAGS, cert, key, serves=True)
         self._failing = ""
-        self._seen = self._stamp()
+        self._seen = stamp_of(self._paths)
         self._latest = self._context()
         self.ssl_context = self._context()
         self.ssl_context.sni_callback = self._greet
@@ -81,7 +81,7 @@ class TlsApi:
 
     def _refresh(self) -> None:
         """Reads changed files; those in the middle of a change are read with the next client."""
-        stamp = self._stamp()
+        stamp = stamp_of(self._paths)
         if stamp == self._seen:
             return
         try:
@@ -93,17 +93,8 @@ class TlsApi:
             self._failing = str(error)
             return
         self._failing = ""
-        if self._stamp() == stamp:  # what was checked is what was read
+        if stamp_of(self._paths) == stamp:  # what was checked is what was read
             self._latest, self._grpc, self._seen = context, configuration, stamp
-
-    def _stamp(self) -> tuple[tuple[int, int], ...]:
-        """Differs once a file was changed or replaced."""
-        stamps = []
-        for path in self._paths:
-            with suppress(OSError):  # in the middle of a change
-                stat = path.stat()
-                stamps.append((stat.st_ino, stat.st_mtime_ns))
-        return tuple(stamps)
 
     def _context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -98,8 +98,8 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._grpc: GrpcServer | None = None
         self._dispatch = DispatchTotals()
-        self._keys = ApiKeys.from_environment()
-        self._admin_keys = ApiKeys.from_environment(ADMIN_DIGESTS_VARIABLE)
+        self._keys = ApiKeys.from_environment(file=settings.keys.api)
+        self._admin_keys = ApiKeys.from_environment(ADMIN_DIGESTS_VARIABLE, settings.keys.admin)
         self.info: dict[str, object] = {}
         self._transport = make_transport(settings.mesh.tls_files)
         self._api_transport = make_api_transport(settings.http)

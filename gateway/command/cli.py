@@ -20,6 +20,7 @@ from cyclopts.config import Env
 
 from expertmesh import __version__
 from expertmesh.errors import ExpertMeshError, SettingsError, StartupError
+from expertmesh.key_settings import KeyFiles
 from expertmesh.scaling_settings import ScalingSettings
 from expertmesh.settings import (
     EngineSettings,
@@ -109,7 +110,7 @@ def serve(
         Key that callers must show; may be repeated. Others on this machine can read flags: better
         name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
     api_key_file
-        File with an API key a line.
+        File with an API key a line; read anew when it changes.
     admin_key_file
         File with a key a line for those who drain expert workers and move experts; also
         EXPERTMESH_ADMIN_KEYS. Without one, only callers on this machine may, and no API key is set.
@@ -122,7 +123,14 @@ def serve(
     from gateway.command.launcher import serve_model
 
     keys = collect_keys(api_key or (), api_key_file, admin_key_file)
-    settings = GatewaySettings(http, _model_settings(model, options), engine, mesh, log=log)
+    settings = GatewaySettings(
+        http,
+        _model_settings(model, options),
+        engine,
+        mesh,
+        keys=KeyFiles.of(api_key_file, admin_key_file),
+        log=log,
+    )
     return serve_model(settings, ask=ask, keys=keys)
 
 
@@ -152,7 +160,7 @@ def gateway(
         Key that callers must show; may be repeated. Others on this machine can read flags: better
         name keys in EXPERTMESH_API_KEYS, separated by commas, or in a file.
     api_key_file
-        File with an API key a line.
+        File with an API key a line; read anew when it changes.
     admin_key_file
         File with a key a line for those who drain expert workers and move experts; also
         EXPERTMESH_ADMIN_KEYS. Without one, only callers on this machine may, and no API key is set.
@@ -171,6 +179,7 @@ def gateway(
         engine,
         MeshSettings(**vars(mesh)),
         scaling=scaling,
+        keys=KeyFiles.of(api_key_file, admin_key_file),
         log=log,
     )
     check_ports(settings.http)

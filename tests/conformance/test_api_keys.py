@@ -13,18 +13,24 @@ import pytest
 from expertmesh.v1 import generation_service_pb2 as pb
 from expertmesh.v1 import generation_service_pb2_grpc as rpc
 from tests.support.mesh import Server, serve
-from tests.support.processes import processes_of
+from tests.support.processes import poll, processes_of
 from tests.support.strict_client import CHAT, HELLO, StrictClient, chat_body, error_of
 
 KEYS = ("key-of-alice", "key-of-bob")
 
 
 @pytest.fixture(scope="module")
-def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two keys, one in a file and one in the environment; a question of ours at the start."""
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a key."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(f"{KEYS[0]}\n")
-    flags = ("--api-key-file", str(path), "--ask", "Who are you?")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(text_model: Path, key_file: Path) -> Iterator[Server]:
+    """Two keys, one in a file and one in the environment; a question of ours at the start."""
+    flags = ("--api-key-file", str(key_file), "--ask", "Who are you?")
     env = {"EXPERTMESH_API_KEYS": f"sk-other-000000, {KEYS[1]}"}
     with serve(text_model, *flags, expert_workers=0, env=env) as server:
         yield server
@@ -63,6 +69,21 @@ def test_served(server: Server, key: str) -> None:
     assert client.chat_stream()
 
 
+def test_a_file_that_changes(server: Server, key_file: Path) -> None:
+    """A key that comes into it is served while the server runs, and refused when it is gone."""
+
+    def is_served() -> bool:
+        headers = {"Authorization": "Bearer key-of-carol"}
+        return server.api.request("GET", "/v1/models", headers=headers).status == 200
+
+    assert not is_served()
+    _replace(key_file, KEYS[0], "key-of-carol")
+    poll(is_served, timeout_s=30, what="the new key is accepted")
+    _replace(key_file, KEYS[0])
+    poll(lambda: not is_served(), timeout_s=30, what="it is refused again")
+    assert StrictClient(server.api, _bearer()).chat()["choices"]
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version", "/ping"])
 def test_open_to_machines(server: Server, path: str) -> None:
     """Probes and scrapers need no key."""
@@ -93,6 +114,12 @@ def test_anthropic(server: Server) -> None:
     ):
         client.messages.create(**fields, max_tokens=4)
     assert refused.value.body["error"]["type"] == "authentication_error"
+
+
+def _replace(path: Path, *keys: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text("\n".join(keys))
+    new.replace(path)
 
 
 def _bearer() -> dict[str, str]:

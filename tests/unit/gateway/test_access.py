@@ -279,6 +279,7 @@ def test_admin_keys_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (given.api, given.admin) == (("user-key-1",), ("admin-key-2", "admin-key-1"))
     assert "admin" not in repr(given)
     environment = given.to_environment()
+    assert environment[ADMIN_DIGESTS_VARIABLE].count(",") == 0  # that of the file it reads itself
     assert set(environment) == {DIGESTS_VARIABLE, ADMIN_DIGESTS_VARIABLE}
     monkeypatch.setenv(ADMIN_DIGESTS_VARIABLE, environment[ADMIN_DIGESTS_VARIABLE])
     monkeypatch.setenv("EXPERTMESH_ADMIN_KEY", "admin-key-1")

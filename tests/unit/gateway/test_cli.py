@@ -16,6 +16,7 @@ import gateway.command.launcher
 from expertmesh import __version__
 from expertmesh.errors import StartupError
 from expertmesh.expert_source import AddressList
+from expertmesh.key_settings import KeyFiles
 from expertmesh.processes import child_environment
 from expertmesh.settings import GatewaySettings
 from gateway.api_keys import GivenKeys
@@ -160,6 +161,7 @@ def test_api_keys(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     flags = ("key-of-flag-1", "key-of-flag-2")
     assert served.keys.api == (*flags, "key-of-list-1", "key-of-list-2", "key-of-file")
     assert "key-of" not in served[-1].to_json()
+    assert served[-1].keys == KeyFiles(api=str(file))
     monkeypatch.setenv("EXPERTMESH_API_KEY", "key-of-client")
     assert run_command(["serve"]) == 0
     assert served.keys.api == ("key-of-client",)
