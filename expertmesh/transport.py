@@ -140,7 +140,7 @@ def check_pair(flags: tuple[str, str], cert: str, key: str, *, serves: bool) -> 
         _bytes_of(flag, path)
     try:
         _shake_hands(cert, key, serves=serves)
-    except (ssl.SSLError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ssl.SSLError is one, and so is a file that is gone
         reason = getattr(error, "verify_message", None) or getattr(error, "reason", None)
         raise SettingsError(
             f"{flags[0]} {cert} and {flags[1]} {key} cannot be used together: {reason or error}",
@@ -151,7 +151,7 @@ def check_pair(flags: tuple[str, str], cert: str, key: str, *, serves: bool) -> 
 def _shake_hands(cert: str, key: str, *, serves: bool) -> None:
     """A server and a client with this certificate, in memory: the way of `ssl` to say whether it is
     valid today, and for what it is used. One end looks at that of the other, and trusts it alone.
-    Raises ssl.SSLError or ValueError."""
+    Raises OSError or ValueError."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -162,6 +163,28 @@ def test_half_a_change_keeps_what_was(authority: Authority, tmp_path: Path) -> N
         stray = authority.issue(tmp_path / "stray")
         Path(tmp_path / "worker" / "tls.crt").write_bytes(Path(stray.cert).read_bytes())
         assert echoed(gateway, address) == b"hello"
+
+
+def test_a_file_that_goes_while_it_is_read(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if files were removed and written anew: connections begin with what was."""
+    worker = MutualTls(authority.issue(tmp_path / "worker"), serves=True)
+    files = authority.issue(tmp_path / "gateway", "gateway")
+    gateway = MutualTls(files)
+    read_bytes, reads = Path.read_bytes, Counter[str]()
+
+    def read_and_remove(path: Path) -> bytes:
+        content = read_bytes(path)
+        reads[str(path)] += 1
+        if reads[files.key] == 2:  # what follows is OpenSSL's own reading
+            Path(files.key).unlink()
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_remove)
+    with echo_server(worker) as address:
+        assert echoed(gateway, address) == b"hello"
+    assert not Path(files.key).exists()
 
 
 @pytest.mark.parametrize(
