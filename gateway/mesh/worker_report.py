@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from expertmesh import PROTOCOL_REVISION
+from expertmesh.call_waits import WAIT_BOUNDS_S
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -15,6 +16,7 @@ from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus
 from gateway.placement.state import ExpertKey, WorkerView
 
 _LEAVES = "it leaves, and is used for sole copies only"
+_NO_WAITS = (0,) * (len(WAIT_BOUNDS_S) + 1)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class WorkCounters:
     """Its age when this was counted."""
     busy_s: float = 0.0
     """Of that, its device computed."""
-    calls_by_wait: tuple[int, ...] = ()
+    calls_by_wait: tuple[int, ...] = _NO_WAITS
     """Calls by the time that they waited for the device: see `expertmesh.call_waits`."""
 
 
@@ -138,7 +140,10 @@ def _pairs(snapshot: pb.WatchResponse) -> Mapping[ExpertKey, int]:
 
 
 def _work(load: pb.LoadCounters) -> WorkCounters:
-    return WorkCounters(load.uptime_us / 1e6, load.compute_us / 1e6, tuple(load.calls_by_wait))
+    waits = tuple(load.calls_by_wait)
+    if len(waits) != len(_NO_WAITS):
+        return WorkCounters()  # as if it said nothing: other counts cannot be compared with these
+    return WorkCounters(load.uptime_us / 1e6, load.compute_us / 1e6, waits)
 
 
 def _incompatibility(snapshot: pb.WatchResponse, served: ServedIdentity) -> str:

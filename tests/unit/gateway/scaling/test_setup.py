@@ -97,7 +97,7 @@ async def test_the_leader_asks_for_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_work_comes_from_snapshots() -> None:
-    """In seconds; an expert worker that says nothing of it has done nothing."""
+    """In seconds; who says nothing of it, or counts otherwise, has done nothing."""
     state = snapshot("w", b"f", {})
     counts = [3] * (len(WAIT_BOUNDS_S) + 1)
     load = pb.LoadCounters(uptime_us=2_500_000, compute_us=1_000_000, calls_by_wait=counts)
@@ -110,3 +110,7 @@ def test_work_comes_from_snapshots() -> None:
     assert known is not None
     assert silent.work == WorkCounters()
     assert known.work == WorkCounters(2.5, 1.0, tuple(counts))
+    state.load.calls_by_wait.pop()
+    other = read_snapshot(state, "a:1", served, config).known
+    assert other is not None
+    assert other.work == WorkCounters()
