@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from expertmesh.cores import CoreShare, share_cores, usable_cores
 from expertmesh.errors import PortError, SettingsError
 from expertmesh.host_memory import available_host_memory
+from expertmesh.leader_lock import FileLock
 from expertmesh.logs import configure_logging
 from expertmesh.processes import (
     LIFELINE_FD,
@@ -135,7 +136,7 @@ class LocalMesh:
         )
         settings = dataclasses.replace(settings, mesh=mesh)
         if addresses and not mesh.leader_lock:
-            stack.callback(lock_path(mesh).unlink, missing_ok=True)
+            stack.callback(lock_path(FileLock(), addresses).unlink, missing_ok=True)
         workers = _expert_workers(settings, ports, found.slots_of_each(count))
         members = (_gateway(settings, keys), *workers)
         return cls(settings, members, num_pairs, keys.api[0] if keys.api else None)

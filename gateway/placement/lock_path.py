@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from expertmesh.settings import MeshOptions, data_home
+from expertmesh.leader_lock import FileLock
+from expertmesh.settings import data_home
 
 
-def lock_path(mesh: MeshOptions) -> Path:
+def lock_path(lock: FileLock, experts: str) -> Path:
     """The lock file: the same for all gateways here that share expert workers.
 
     Args:
-        mesh: Names the file, or where expert workers are.
+        lock: Names the file, perhaps.
+        experts: Where expert workers are, as settings say it.
     """
-    if mesh.leader_lock:
-        return Path(mesh.leader_lock).expanduser().absolute()
-    places = sorted(place.strip() for place in mesh.experts.split(","))
+    if lock.path:
+        return Path(lock.path).expanduser().absolute()
+    places = sorted(place.strip() for place in experts.split(","))
     shared = hashlib.sha256(",".join(places).encode())
     return data_home() / "leaders" / f"{shared.hexdigest()[:16]}.lock"

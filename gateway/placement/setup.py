@@ -66,7 +66,7 @@ def make_election(mesh: MeshOptions) -> Election:
     if isinstance(lock, LeaseLock):
         api = ClusterApi.open(ClusterAccess.of(mesh))
         return LeaseElection(api, lock.name, LeaseTimes.of(mesh.lease_duration_s))
-    return FileElection(lock_path(mesh))
+    return FileElection(lock_path(lock, mesh.experts))
 
 
 def start_placement(placement: Operator) -> None:
