@@ -1,8 +1,8 @@
 """The number of pods of a StatefulSet, by its `scale` subresource.
 
 A write names the version that was read, so a number that somebody else has written since is never
-overwritten. Reading and writing together take less time than a lease goes on without its leader, so
-one that was replaced cannot write behind its successor's back.
+overwritten. Reading and writing together take less time than a lease goes on without its leader, if
+it lasts 15 s as by default: one that was replaced cannot write behind its successor's back then.
 """
 
 from __future__ import annotations
