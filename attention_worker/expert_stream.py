@@ -19,19 +19,17 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import grpc
 
 from attention_worker import forward_rpc as rpc
 from attention_worker.call_times import CallTimes
 from attention_worker.calls import Call, Outcome, Unfinished
-from attention_worker.direct_connection import DirectConnection, open_direct
+from attention_worker.direct_connection import DirectConnection
 from attention_worker.link import Link
 from attention_worker.observed import Observed
 from attention_worker.trust import Refusal, Trust
 from expertmesh.placement import ExpertWorkerEntry
-from expertmesh.transport import Transport
 from expertmesh.v1 import attention_service_pb2 as attention_pb
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire_encode import CallId, RequestFrame
@@ -51,20 +49,18 @@ class ExpertStream:
     """Calls to one expert worker; opens at once.
 
     Args:
-        transport: Connects to it.
-        worker: Address, incarnation and credits, from the expert map.
-        num_bytes: Largest message in either direction.
+        endpoint: Where it is.
+        worker: Its name, incarnation and credits, from the expert map.
         times: Of calls; more are added.
     """
 
     def __init__(
-        self, transport: Transport, worker: ExpertWorkerEntry, num_bytes: int, times: CallTimes
+        self, endpoint: rpc.ForwardEndpoint, worker: ExpertWorkerEntry, times: CallTimes
     ) -> None:
-        self._connect = partial(rpc.forward_rpc, transport, worker.address, num_bytes)
+        self._endpoint = endpoint
         self.worker = worker
         self._times = times
         self._trust = Trust()
-        self._max_message_bytes = num_bytes
         self._lock = threading.Lock()
         self._outbox: Outbox = queue.SimpleQueue()
         self._stream: grpc.Call | None = None
@@ -320,7 +316,7 @@ class ExpertStream:
     def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
         while not self._closed.is_set():
-            with self._connect() as forward:
+            with self._endpoint.connected() as forward:
                 was_up = self._serve(forward)
             backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
             if self._retired:
@@ -330,8 +326,7 @@ class ExpertStream:
     def _serve(self, forward: rpc.ForwardRpc) -> bool:
         """One stream from open to end; True if it was up."""
         was_up = False
-        outbox = self._outbox
-        stream = forward(iter(outbox.get, None))
+        stream = forward(iter(self._outbox.get, None))
         with self._lock:
             self._stream = stream
             if self._closed.is_set():
@@ -345,13 +340,13 @@ class ExpertStream:
                 self._take(reply)
         except grpc.RpcError as error:
             reason = self._cut_reason or rpc.describe_failure(error)
-        self._fail_all(outbox, reason)
+        self._fail_all(reason)
         return was_up
 
     def _set_up(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        address, direct = self.worker.address, None
+        direct = None
         try:
-            direct = open_direct(address, metadata, self._max_message_bytes)
+            direct = self._endpoint.direct(metadata)
         except OSError as error:
             logger.warning("%s: no direct connection, gRPC is used: %s", self.describe(), error)
         with self._lock:
@@ -395,9 +390,9 @@ class ExpertStream:
         if call is None:
             self._lose(damage, by_us=True)
 
-    def _fail_all(self, outbox: Outbox, reason: str) -> None:
+    def _fail_all(self, reason: str) -> None:
         """Fails what is on its way, and makes an empty outbox for the next stream."""
-        outbox.put(None)  # ends gRPC's sender
+        self._outbox.put(None)  # ends gRPC's sender
         with self._lock:
             self._outbox = queue.SimpleQueue()
             self._be_down(reason)

@@ -21,6 +21,7 @@ from attention_worker.dropped_experts import DroppedExperts
 from attention_worker.exchange import Dispatch, Exchange, NoExchange
 from attention_worker.expert_routes import Routes, warm_up_choice
 from attention_worker.expert_stream import DEFAULT_ROW_CREDITS, ExpertStream
+from attention_worker.forward_rpc import ForwardEndpoint
 from attention_worker.probes import Prober
 from attention_worker.remote_call import Common, RemoteCall
 from expert_worker.store import ExpertStore
@@ -329,7 +330,8 @@ class RemoteExperts:
     def _open(self, worker: ExpertWorkerEntry) -> ExpertStream:
         credits = worker.row_credits or DEFAULT_ROW_CREDITS
         num_bytes = max_message_bytes(self._config, self._dtype, credits)
-        return ExpertStream(self._transport, worker, num_bytes, self._common.times)
+        endpoint = ForwardEndpoint(self._transport, worker.address, num_bytes)
+        return ExpertStream(endpoint, worker, self._common.times)
 
     def _close_unpinned(self) -> None:
         """Closes retired streams that the running step cannot use. The lock is held."""

@@ -1,13 +1,15 @@
-"""The Forward stream as gRPC has it."""
+"""The way to the Forward method of an expert worker, and what a stream of gRPC gives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
 
+from attention_worker.direct_connection import DirectConnection, open_direct
 from expertmesh.grpc_options import channel_options
 from expertmesh.transport import Transport
 from expertmesh.v1 import expert_service_pb2 as pb
@@ -23,21 +25,34 @@ read_reply = sealed_receiver(pb.ForwardResponse)
 """A reply, however it came."""
 
 
-@contextmanager
-def forward_rpc(transport: Transport, address: str, max_message_bytes: int) -> Iterator[ForwardRpc]:
-    """Opens streams to an expert worker, until the context ends.
+@dataclass(frozen=True)
+class ForwardEndpoint:
+    """Where the method is, and how to get there."""
 
-    Args:
-        transport: Connects to it.
-        address: host:port.
-        max_message_bytes: Largest message in either direction.
-    """
-    with transport.channel(address, channel_options(max_message_bytes)) as channel:
-        yield channel.stream_stream(
-            _METHOD,
-            request_serializer=_message_of,
-            response_deserializer=read_reply,
-        )
+    transport: Transport
+    address: str
+    """host:port of the expert worker."""
+    max_message_bytes: int
+    """Of the largest message in either direction."""
+
+    @contextmanager
+    def connected(self) -> Iterator[ForwardRpc]:
+        """Opens streams over a connection of its own, until the context ends."""
+        options = channel_options(self.max_message_bytes)
+        with self.transport.channel(self.address, options) as channel:
+            yield channel.stream_stream(
+                _METHOD,
+                request_serializer=_message_of,
+                response_deserializer=read_reply,
+            )
+
+    def direct(self, metadata: Sequence[tuple[str, str | bytes]]) -> DirectConnection | None:
+        """The direct connection that the metadata of a stream offers, if any.
+
+        Raises:
+            OSError: It cannot be had.
+        """
+        return open_direct(self.address, metadata, self.max_message_bytes)
 
 
 def describe_failure(error: grpc.RpcError) -> str:

@@ -56,13 +56,12 @@ class ClusterAccess:
             StartupError: There are none, or the client is not installed.
         """
         try:
-            import kubernetes.aio.config  # noqa: F401
+            return await _of_file(self.kubeconfig) if self.kubeconfig else _of_pod()
         except ModuleNotFoundError as error:
             raise StartupError(
                 f"the client of Kubernetes is not installed: {error}",
                 fix="pip install 'expertmesh[k8s]'",
             ) from error
-        return await _of_file(self.kubeconfig) if self.kubeconfig else _of_pod()
 
 
 def _of_pod() -> Credentials:
