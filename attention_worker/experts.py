@@ -187,6 +187,7 @@ class RemoteExperts:
         self._routes = Routes(ExpertMap.empty(config))
         self._pinned = self._routes
         self._retired: list[ExpertStream] = []
+        self._unreported: list[ExpertStream] = []  # closed since the last observations
         self._closed = False
         self._exchange: Exchange | NoExchange = NoExchange()
         if torch.device(device).type == "cpu" and self._wire_dtype == dtype:
@@ -303,7 +304,8 @@ class RemoteExperts:
     def observations(self) -> Sequence[attention_pb.ExpertObservation]:
         """What was seen of each expert worker since the last time; none without news."""
         with self._lock:
-            streams = [*self._routes.streams, *self._retired]
+            streams = [*self._routes.streams, *self._retired, *self._unreported]
+            self._unreported = []
         return [seen for stream in streams if (seen := stream.observe()) is not None]
 
     def take_dropped(self) -> int:
@@ -339,6 +341,7 @@ class RemoteExperts:
         for stream in self._retired:
             if stream not in kept:
                 stream.close()
+                self._unreported.append(stream)
         self._retired = kept
 
 

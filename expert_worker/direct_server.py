@@ -140,8 +140,9 @@ class DirectServer:
     def _start(self, thread: threading.Thread) -> None:
         thread.daemon = True
         with self._lock:
-            self._threads = {known for known in self._threads if known.is_alive()} | {thread}
+            self._threads = {known for known in self._threads if known.is_alive()}
             thread.start()
+            self._threads.add(thread)
 
     def _accept(self, answer_all: AnswerAll) -> None:
         while not self._stopped.is_set():
@@ -160,7 +161,17 @@ class DirectServer:
                 continue
             name = f"direct-{connection.fileno()}"
             arguments = connection, answer_all
-            self._start(threading.Thread(target=self._run, args=arguments, name=name))
+            try:
+                self._start(threading.Thread(target=self._run, args=arguments, name=name))
+            except RuntimeError as error:  # too many threads
+                logger.warning("a direct connection was not accepted: %s", error)
+                self._turn_away(connection)
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.discard(connection)
+        connection.close()
+        self._stopped.wait(_ACCEPT_PAUSE_S)
 
     def _run(self, connection: socket.socket, answer_all: AnswerAll) -> None:
         with connection:

@@ -1,7 +1,8 @@
 """Logging of every process: to standard error, as lines for people or as JSON.
 
 A line carries the name of its process, so that the output of `expertmesh serve` and its children,
-which share one standard error, can be told apart.
+which share one standard error, can be told apart. Into a pipe that nobody reads fits only so much:
+further lines are left out and counted, as nobody may wait for a reader of the log.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
+import stat
 import sys
 
 from expertmesh.settings import LogSettings
@@ -56,6 +59,66 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+class LossyPipe:
+    """A pipe into which lines are written as far as they fit, without waiting.
+
+    Args:
+        fd: The writing end, which is ours alone and never blocks.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""  # of a line that did not fit
+        self._num_lost = 0  # since somebody last asked
+
+    def take_lost(self) -> int:
+        """How many lines were left out since the last time, once there is room to say so.
+
+        Raises:
+            OSError: The reader is gone.
+        """
+        if not self._num_lost or not self._has_room():
+            return 0
+        lost, self._num_lost = self._num_lost, 0
+        return lost
+
+    def _has_room(self) -> bool:
+        """True once earlier lines are written."""
+        try:
+            while self._rest:
+                self._rest = self._rest[os.write(self._fd, self._rest) :]
+        except BlockingIOError:
+            return False
+        return True
+
+    def write(self, line: str) -> None:
+        """Writes a line, now or before the next one; leaves it out if another still waits."""
+        if not self._has_room():
+            self._num_lost += 1
+            return
+        self._rest = line.encode(errors="backslashreplace")
+        self._has_room()
+
+    def flush(self) -> None:
+        """There is nothing to wait for."""
+
+
+class PipeHandler(logging.StreamHandler[LossyPipe]):
+    """Writes to a `LossyPipe`, and says how much was left out once that is possible again."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record if there is room."""
+        try:
+            lost = self.stream.take_lost()
+        except OSError:  # the reader is gone
+            self.handleError(record)
+            return
+        if lost:
+            text = "%d lines of the log were lost, as nobody read them"
+            super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, text, (lost,), None))
+        super().emit(record)
+
+
 def configure_logging(settings: LogSettings, process: str) -> None:
     """Sends the records of all loggers to standard error. Call once, at start.
 
@@ -63,7 +126,7 @@ def configure_logging(settings: LogSettings, process: str) -> None:
         settings: Level and format.
         process: Name of this process, e.g. `expert worker 0`.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _handler()
     handler.setFormatter(_formatter(settings, process))
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -75,6 +138,19 @@ def configure_logging(settings: LogSettings, process: str) -> None:
     if settings.log_level != "debug":  # they log every request and every compiled function
         for noisy in ("aiohttp.access", "asyncio", "numba"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _handler() -> logging.Handler:
+    """For standard error; one that never waits, if that is a pipe."""
+    try:
+        fd = sys.stderr.fileno()
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            # Opened anew, since whoever shares the pipe with us may want to wait for room in it.
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            return PipeHandler(LossyPipe(os.open(f"/proc/self/fd/{fd}", flags)))
+    except OSError:  # no file, no such system, or not allowed
+        pass
+    return logging.StreamHandler(sys.stderr)
 
 
 def _formatter(settings: LogSettings, process: str) -> logging.Formatter:

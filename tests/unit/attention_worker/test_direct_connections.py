@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -80,6 +81,24 @@ def test_two_dispatches_at_a_time(checkpoint: Checkpoint) -> None:
         pending = [one.dispatch_on(there) for one in todo]
         for one, waiting in reversed(list(zip(todo, pending, strict=True))):
             assert torch.equal(one.run(local(checkpoint)), waiting.result())
+
+
+def test_no_more_threads(listening: DirectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who connects while no thread can be started is turned away, and served later."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.startswith("direct-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with listening.offer() as ((_, offer),):
+        port, token = read_offer(offer)
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(threading.Thread, "start", fail)
+            with pytest.raises(OSError, match=r"answered|reset"):
+                direct.connect("127.0.0.1", port, token, TIMEOUT_S)
+        direct.connect("127.0.0.1", port, token, TIMEOUT_S).close()
 
 
 def test_port_that_cannot_be_reached(

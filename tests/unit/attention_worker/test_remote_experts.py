@@ -169,6 +169,20 @@ def test_observations_are_news_only(checkpoint: Checkpoint, direct: bool) -> Non
         assert list(there.observations()) == []
 
 
+def test_observations_outlive_the_expert_worker(checkpoint: Checkpoint, direct: bool) -> None:
+    """What was seen of a life that the map names no more is told, and told once."""
+    with (
+        faulty_server(loaded_store(checkpoint, "float32"), right, direct=direct) as server,
+        remote(checkpoint, [server.entry], direct=direct) as there,
+    ):
+        to_expert(2, num_rows=3).run(there)
+        there.update_map(map_of(checkpoint, []))
+        there.begin_step(2)
+        (seen,) = there.observations()
+        assert (seen.worker_id, seen.calls) == (server.entry.worker_id, 1)
+        assert list(there.observations()) == []
+
+
 def test_close_ends_threads_and_calls(checkpoint: Checkpoint, direct: bool) -> None:
     """close returns within a second, with expert workers that answer, hang or are not there."""
     store = loaded_store(checkpoint, "float32")

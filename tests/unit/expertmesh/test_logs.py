@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -78,3 +80,25 @@ def test_level(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split("ERROR   ")[1] for line in capsys.readouterr().err.split("\n") if line] == [
         "b: loud"
     ]
+
+
+@pytest.mark.timeout(30)
+def test_pipe_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a reader; later the log says how many lines are missing."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with open(reading, "rb", buffering=0) as reader, open(writing, "w") as writer:
+        monkeypatch.setattr(sys, "stderr", writer)
+        configure_logging(LogSettings(log_format="text"), "gateway")
+        for number in range(300):
+            logging.getLogger().info("line %d", number)
+        early = reader.read(1 << 20)
+        logging.getLogger().info("at last")
+        lines = (early + reader.read(1 << 20)).decode().splitlines()
+
+    kept = [int(line.rpartition(" ")[2]) for line in lines[:-2]]
+    assert kept == list(range(len(kept)))
+    assert 0 < len(kept) < 300
+    num_lost = 300 - len(kept)
+    assert lines[-2].endswith(f"{num_lost} lines of the log were lost, as nobody read them")
+    assert lines[-1].endswith("gateway: at last")
