@@ -72,11 +72,22 @@ def watch_once(address: str, *, timeout_s: float = 10.0) -> pb.WatchResponse:
 
 
 def start_server(
-    arguments: Sequence[str], *, name: str, env: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    name: str,
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = COMMAND,
 ) -> Server:
-    """Starts `expertmesh *arguments` on free ports and waits until it serves."""
+    """Starts `expertmesh *arguments` on free ports and waits until it serves.
+
+    Args:
+        arguments: Of the command.
+        name: For messages.
+        env: Additions to the environment.
+        program: What Python runs instead of `expertmesh`.
+    """
     compile_kernels()
-    argv = [*COMMAND, *arguments, "--port", "0", "--grpc-port", "0"]
+    argv = [*program, *arguments, "--port", "0", "--grpc-port", "0"]
     process = Managed(argv, name=name, env=env)
     try:
         info = process.ready()
@@ -120,6 +131,7 @@ def gateway(
     dtype: str = "float32",
     ready: bool = True,
     placement: str = "static",
+    program: Sequence[str] = COMMAND,
 ) -> Iterator[Server]:
     """`expertmesh gateway` for expert workers at these addresses.
 
@@ -130,10 +142,11 @@ def gateway(
         dtype: Type of computation.
         ready: Wait until every expert is covered.
         placement: auto lets it move experts.
+        program: What Python runs instead of `expertmesh`.
     """
     arguments = ["gateway", str(model), "--dtype", dtype, "--experts", ",".join(experts), *flags]
     arguments += ["--placement", placement]
-    server = start_server(arguments, name="gateway")
+    server = start_server(arguments, name="gateway", program=program)
     with _stopped_cleanly(server.process, server.ports):
         if ready:
             wait_ready(server.api)

@@ -8,20 +8,28 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import resource
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+
+import psutil
 
 from tests.chaos.harness.mesh import ChangeMessages, Mesh
 from tests.chaos.harness.message_proxy import FORWARD, WATCH
+from tests.chaos.harness.namespaces import Wire
 from tests.chaos.harness.network import MessageFault
-from tests.chaos.harness.pool import PoolWorker, start_all
+from tests.chaos.harness.pool import HOST, PoolWorker, start_all
 from tests.chaos.harness.replies import WRONG_REPLIES, BitFlip, Sometimes
 from tests.support.processes import poll, processes_of
 
 Fault = Callable[[Mesh, random.Random], float]
 
-HANG_S, CUT_S, STARVED_S = 2.0, 2.0, 5.0
+HANG_S, CUT_S, STARVED_S, EXHAUSTED_S = 2.0, 2.0, 5.0, 3.0
+NUM_STRANGERS, SPARE_FDS = 60, 4
+"""Of a flood: connections to each port, and how many descriptors there are for them."""
 WRONG_S = 0.3
 """For which replies may be wrong, after the first one."""
 RETRIED_WITHIN_S = 60.0
@@ -91,6 +99,38 @@ def starve(mesh: Mesh, chance: random.Random) -> float:
     return at_s
 
 
+def exhaust_worker(mesh: Mesh, chance: random.Random) -> float:
+    """A worker can open no more descriptors, and strangers connect to both of its ports."""
+    victim = chance.choice(mesh.workers)
+    return _exhaust(victim.pid, (victim.port, victim.direct_port))
+
+
+def exhaust_gateway(mesh: Mesh, chance: random.Random) -> float:
+    """The gateway can open no more descriptors, and strangers connect to its HTTP port."""
+    return _exhaust(mesh.server.process.process.pid, (mesh.api.port,))
+
+
+def _exhaust(pid: int, ports: Sequence[int]) -> float:
+    at_s = time.monotonic()
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    most = psutil.Process(pid).num_fds() + SPARE_FDS
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        with ExitStack() as strangers:
+            for port in ports:
+                for _ in range(NUM_STRANGERS):
+                    strangers.enter_context(socket.create_connection((HOST, port), HANG_S))
+            poll(
+                lambda: psutil.Process(pid).num_fds() >= most,
+                timeout_s=10.0,
+                what="no descriptor is left",
+            )
+            time.sleep(EXHAUSTED_S)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    return at_s
+
+
 # --- networks; of a mesh that has one ---
 
 
@@ -129,6 +169,21 @@ def break_in_a_reply(mesh: Mesh, chance: random.Random) -> float:
     with mesh.line(chance.choice(mesh.workers)).under(reply_bytes_left=chance.randrange(1, 2000)):
         time.sleep(WRONG_S)
     return at_s
+
+
+# --- cables to namespaces; of a mesh that has them ---
+
+
+def wired(condition: Callable[[Wire], AbstractContextManager[None]], for_s: float = CUT_S) -> Fault:
+    """Something is wrong with the cable to a worker for a while."""
+
+    def fault(mesh: Mesh, chance: random.Random) -> float:
+        at_s = time.monotonic()
+        with condition(mesh.wires[chance.choice(mesh.workers)]):
+            time.sleep(for_s)
+        return at_s
+
+    return fault
 
 
 # --- wrong replies ---

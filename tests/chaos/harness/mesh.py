@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.harness.message_proxy import MessageProxy
+from tests.chaos.harness.namespaces import Wire, namespaces
 from tests.chaos.harness.network import Line, MessageFault, Network
-from tests.chaos.harness.pool import PoolWorker, expert_pool, shares_with_copies
+from tests.chaos.harness.pool import PoolWorker, expert_pool, running, shares_with_copies
 from tests.support.api import Api
-from tests.support.mesh import Server, gateway, start_server, wait_ready
+from tests.support.mesh import COMMAND, Server, gateway, start_server, wait_ready
 from tests.support.processes import Managed, poll, processes_of
 from tests.support.tiny_checkpoints import MIXTRAL
 
@@ -33,6 +34,8 @@ class Mesh:
     """Between them, if there is one."""
     proxies: Mapping[PoolWorker, MessageProxy] = field(default_factory=dict)
     """Between them, if there are any."""
+    wires: Mapping[PoolWorker, Wire] = field(default_factory=dict)
+    """To those that are in namespaces."""
 
     @property
     def api(self) -> Api:
@@ -122,15 +125,37 @@ def proxied_mesh(model: Path) -> Iterator[Mesh]:
 
 
 @contextmanager
+def mesh_in_namespaces(model: Path) -> Iterator[Mesh]:
+    """The same with each expert worker in a network namespace of its own."""
+    shares = shares_with_copies(MIXTRAL.num_experts, NUM_WORKERS, NUM_COPIES)
+    with namespaces(NUM_WORKERS) as wires:
+        members = [
+            PoolWorker(
+                *(model, share, ("--dtype", "float32", "--host", wire.host, "--insecure")),
+                wire.program(),
+                host=wire.host,
+            )
+            for share, wire in zip(shares, wires, strict=True)
+        ]
+        with running(members) as workers:
+            addresses = [worker.address for worker in workers]
+            with mesh_at(model, workers, addresses) as mesh:
+                mesh.wires = dict(zip(workers, wires, strict=True))
+                yield mesh
+
+
+@contextmanager
 def mesh_at(
     model: Path,
     workers: Sequence[PoolWorker],
     addresses: Sequence[str],
     *,
     dtype: str = "float32",
+    program: Sequence[str] = COMMAND,
 ) -> Iterator[Mesh]:
     """A gateway that finds workers at these addresses, which may be those of proxies."""
-    with gateway(model, addresses, "--threads", "1", *_PATIENCE, dtype=dtype) as server:
+    flags = ("--threads", "1", *_PATIENCE)
+    with gateway(model, addresses, *flags, dtype=dtype, program=program) as server:
         mesh = Mesh(workers, server)
         mesh.wait_all_ready()
         yield mesh

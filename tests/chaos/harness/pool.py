@@ -35,6 +35,7 @@ class PoolWorker:
         share: `--experts` of every life.
         flags: More flags of every life.
         program: What Python runs instead of `expertmesh expert-worker`.
+        host: Where it is reached.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class PoolWorker:
         share: str,
         flags: Sequence[str] = (),
         program: Sequence[str] = EXPERT_WORKER,
+        *,
+        host: str = HOST,
     ) -> None:
+        self._host = host
         self.port, self.direct_port = free_port(), free_port()
         self.share = share
         self._arguments = (
@@ -55,7 +59,7 @@ class PoolWorker:
     @property
     def address(self) -> str:
         """host:port, without a proxy."""
-        return f"{HOST}:{self.port}"
+        return f"{self._host}:{self.port}"
 
     @property
     def process(self) -> Managed:
@@ -129,7 +133,14 @@ def expert_pool(
         flags: More flags of all.
         program: See `PoolWorker`.
     """
-    with _pool([PoolWorker(model, share, flags, program) for share in shares]) as workers:
+    with running([PoolWorker(model, share, flags, program) for share in shares]) as workers:
+        yield workers
+
+
+@contextmanager
+def running(workers: list[PoolWorker]) -> Iterator[list[PoolWorker]]:
+    """Workers, ready; each must end cleanly when it is asked to at the end."""
+    with _pool(workers):
         start_all(workers)
         yield workers
 
