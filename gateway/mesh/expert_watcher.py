@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import grpc
 
+from expertmesh.grpc_options import channel_options
 from expertmesh.transport import Transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as pb_grpc
@@ -25,13 +26,21 @@ MAX_BACKOFF_S = 1.0
 Report = Callable[[str, pb.WatchResponse | str], None]
 """Takes an address and either a snapshot or the reason why there is none."""
 
-_CHANNEL_OPTIONS = (
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 500),  # also the limit of one attempt to connect
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
+_KEEPALIVE_MS, _PING_TIMEOUT_MS = 300, 600
+"""A line that was cut is found within their sum, though nobody wants anything: gRPC's own threads
+answer, even of an expert worker whose Python is too busy for the next snapshot."""
+_CONNECT_MS = 500
+_MAX_MESSAGE_BYTES = 2**22
+
+_CHANNEL_OPTIONS = list(
+    {
+        **dict(channel_options(_MAX_MESSAGE_BYTES)),
+        "grpc.keepalive_time_ms": _KEEPALIVE_MS,
+        "grpc.keepalive_timeout_ms": _PING_TIMEOUT_MS,
+        "grpc.http2.ping_timeout_ms": _PING_TIMEOUT_MS,
+        "grpc.min_reconnect_backoff_ms": _CONNECT_MS,  # the limit of one attempt to connect
+        "grpc.enable_http_proxy": 0,
+    }.items()
 )
 
 
