@@ -21,7 +21,12 @@ TORCH := torch==2.13.0
 # several processes work, which have the machine to themselves.
 pytest = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
   -m "$(1) and not alone" tests/parity tests/integration tests/conformance tests/unit tests/chaos tests/cluster tests/manifests $(PYTEST_ARGS) && \
-  $(BIN)/python -m pytest -m "$(1) and alone" $(PYTEST_ARGS)
+  $(BIN)/python -m pytest -m "$(1) and alone" $(ALONE) $(PYTEST_ARGS)
+# Files with tests that have the machine to themselves: collecting all others takes long.
+ALONE = $(sort $(shell grep -rl --include='test_*.py' 'mark\.alone' tests))
+# What tests need first. Static checks leave cores idle, on which kernels are compiled meanwhile.
+prepare = $(MAKE) --no-print-directory -j 3 lint type imports proto-check \
+  kernels-attention-worker kernels-expert-worker
 PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -54,11 +59,16 @@ install: $(VENV)/.dev-stamp ## Install ExpertMesh and the developer's tools
 run: $(VENV)/.run-stamp ## Serve the demo model on this machine, until Ctrl-C
 	@$(BIN)/expertmesh serve $(MODEL) --ask "$(ASK)" $(ARGS)
 
-test: lint type imports proto-check ## What CI runs: static checks, then the tests
+test: ## What CI runs: static checks, then the tests
+	@$(prepare)
 	@$(call pytest,not slow and not gpu and not chaos)
 
-test-all: lint type imports proto-check ## As test, with what takes longer
+test-all: ## As test, with what takes longer
+	@$(prepare)
 	@$(call pytest,not gpu and not chaos)
+
+kernels-%: $(VENV)/.dev-stamp
+	@PYTHONPATH=.:kernels $(BIN)/python -m tests.support.precompile $*
 
 chaos: $(VENV)/.dev-stamp ## Kill, stop, cut off and misuse workers under load; print what clients saw
 	@$(BIN)/python -m pytest -m chaos tests/chaos tests/cluster $(PYTEST_ARGS)
