@@ -62,7 +62,10 @@ def entry_at(address: str) -> ExpertWorkerEntry:
     )
 
 
-@pytest.mark.parametrize(("dtype", "num_workers"), [("float32", 3), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "num_workers"),
+    [("float32", 3), pytest.param("bfloat16", 2, marks=pytest.mark.slow)],
+)
 def test_processes_equal_the_colocated_mode(
     checkpoint: Checkpoint, dtype: DtypeName, num_workers: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -19,14 +18,11 @@ from tests.support.mesh import (
     Server,
     assert_gone,
     gateway,
-    serve,
     start_expert_worker,
     start_server,
     wait_ready,
 )
 from tests.support.processes import Managed, free_port, poll, port_is_free, processes_of
-
-LOWEST_PRIORITY = 19
 
 pytestmark = pytest.mark.alone
 
@@ -142,36 +138,6 @@ def test_gateway_survives_its_attention_worker(text_model: Path) -> None:
 
         poll(serves, timeout_s=40, what="requests are served again")
         assert before == server.api.complete("one two", 16)
-
-
-def test_expert_worker_comes_back_behind_the_others(text_model: Path) -> None:
-    """kill -9 of an expert worker of `serve`: the start of the next one stays behind for the cores,
-    but then it serves with the priority of its neighbours."""
-    with serve(text_model) as server:
-        processes = processes_of(server.process.marker)
-        first = next(process for process in processes if "expert_worker" in process.cmdline())
-        first.kill()
-
-        def successor() -> psutil.Process | None:
-            processes = processes_of(server.process.marker)
-            return next((p for p in processes if "--start-niceness" in p.cmdline()), None)
-
-        poll(lambda: successor() is not None, timeout_s=10, what="it is started again")
-        poll(lambda: _all_ready(server), timeout_s=60, what="it serves again")
-        second = successor()
-        assert second is not None
-        nicenesses = _nicenesses(second)
-        assert nicenesses[second.pid] == os.getpriority(os.PRIO_PROCESS, 0)
-        assert max(nicenesses.values()) < LOWEST_PRIORITY  # that of the start, which is over
-
-
-def _all_ready(server: Server) -> bool:
-    return [worker["state"] for worker in server.api.ready().json["workers"]] == ["ready"] * 2
-
-
-def _nicenesses(process: psutil.Process) -> dict[int, int]:
-    """Of the threads of a process, by number; the main thread has that of the process."""
-    return {thread.id: os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ from tests.support.mesh import (
     watch_once,
 )
 from tests.support.oracle import prompts
-from tests.support.processes import free_port, poll
+from tests.support.processes import free_port, poll, processes_of
 from tests.support.tiny_checkpoints import MIXTRAL
 
 pytestmark = pytest.mark.alone
@@ -39,6 +40,7 @@ LONG_HOLD_S = 60.0
 """For tests in which an expert worker comes back, however busy the machine is."""
 
 NUM_TOKENS = 300
+LOWEST_PRIORITY = 19
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +245,11 @@ def test_killed_holder_stays_away(
 def test_serve_restarts_an_expert_worker(
     model_dir: Path, prompt: list[int], expected: tuple[int, ...]
 ) -> None:
-    """`expertmesh serve` replaces an expert worker that died; the running stream goes on."""
+    """`expertmesh serve` replaces an expert worker that died; the running stream goes on.
+
+    The start of the next one stays behind the others for the cores, but then it serves with the
+    priority of its neighbours.
+    """
     with serve(model_dir, "--experts-hold-s", str(LONG_HOLD_S), expert_workers=2) as server:
         stream = Streamed(server.api, prompt)
         assert stream.started.wait(20)
@@ -254,8 +260,27 @@ def test_serve_restarts_an_expert_worker(
         ]
         assert len(victims) == 2
         victims[0].kill()
+        poll(lambda: bool(_started_again(server)), timeout_s=10, what="it is started again")
         events = stream.finish(60)
         assert expected == tokens_of_events(events), events[-1]
+        (second,) = _started_again(server)
+        nicenesses = _nicenesses(second)
+        assert nicenesses[second.pid] == os.getpriority(os.PRIO_PROCESS, 0)
+        assert max(nicenesses.values()) < LOWEST_PRIORITY  # that of the start, which is over
+
+
+def _started_again(server: Server) -> list[psutil.Process]:
+    """Expert workers that `serve` has started behind the others."""
+    return [
+        process
+        for process in processes_of(server.process.marker)
+        if "--start-niceness" in process.cmdline()
+    ]
+
+
+def _nicenesses(process: psutil.Process) -> dict[int, int]:
+    """Of the threads of a process, by number; the main thread has that of the process."""
+    return {thread.id: os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
 
 
 @pytest.mark.slow
