@@ -27,7 +27,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # `make test-gpu` sets 0
 import hypothesis  # noqa: E402 (the environment comes first)
 import pytest  # noqa: E402
 
-from tests.support.leaks import LeakGuard  # noqa: E402
+from tests.support.leaks import nothing_left_behind  # noqa: E402
 
 # The same examples in every run: a change is judged by what it does, not by chance. Look for new
 # examples with `pytest --hypothesis-profile=search`.
@@ -36,6 +36,7 @@ hypothesis.settings.register_profile("search", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
 if TYPE_CHECKING:
+    from tests.chaos.harness.suffering import Traffic
     from tests.support.mesh import Server
     from tests.support.oracle import Oracle
     from tests.support.tiny_checkpoints import TinyShape
@@ -47,10 +48,8 @@ def no_leaks() -> Iterator[None]:
 
     What fixtures of a wider scope started is there before the test and is not counted.
     """
-    guard = LeakGuard()
-    yield
-    leaks = guard.remaining(grace_s=5.0)
-    assert leaks == [], f"left behind: {', '.join(leaks)}"
+    with nothing_left_behind():
+        yield
 
 
 class Models:
@@ -80,6 +79,24 @@ class Models:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Tiny checkpoints and their references."""
     return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def tiny_mixtral(models: Models) -> Path:
+    """A tiny Mixtral of 8 experts."""
+    from tests.support.tiny_checkpoints import MIXTRAL
+
+    return models.tiny(MIXTRAL)
+
+
+@pytest.fixture(scope="session")
+def traffic(tiny_mixtral: Path) -> Traffic:
+    """Requests to it, and what each is answered by one process in which nothing fails, alone."""
+    from tests.chaos.harness.streams import Workload
+    from tests.chaos.harness.suffering import Traffic
+    from tests.support.tiny_checkpoints import MIXTRAL
+
+    return Traffic.to(tiny_mixtral, Workload(MIXTRAL.vocab_size))
 
 
 @pytest.fixture(scope="session")

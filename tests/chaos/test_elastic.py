@@ -48,7 +48,7 @@ def _leave(workers: Sequence[PoolWorker]) -> None:
 
 
 def test_scaling(
-    chaos_model: Path,
+    tiny_mixtral: Path,
     traffic: Traffic,
     table: list[Row],
     tmp_path: Path,
@@ -57,9 +57,9 @@ def test_scaling(
     row = Row("2 -> 4 -> 2 -> 3 workers", times=TIMES)
     table.append(row)
     for _ in range(TIMES):
-        with empty_pool(chaos_model, 4, FLOAT32) as workers, ExitStack() as stack:
+        with empty_pool(tiny_mixtral, 4, FLOAT32) as workers, ExitStack() as stack:
             start_all(workers[:2])
-            server = stack.enter_context(led_by_gateway(chaos_model, workers, tmp_path / "lock"))
+            server = stack.enter_context(led_by_gateway(tiny_mixtral, workers, tmp_path / "lock"))
             _scale(workers, server, row, traffic)
     row.note = f"traffic after {max(row.recoveries_s):.1f} s"
     assert max(row.recoveries_s) <= TRAFFIC_WITHIN_S
@@ -90,14 +90,14 @@ def _scale(
 
 
 def test_rolling_update(
-    chaos_model: Path, traffic: Traffic, table: list[Row], tmp_path: Path
+    tiny_mixtral: Path, traffic: Traffic, table: list[Row], tmp_path: Path
 ) -> None:
     """Each of three workers is told to end, and started again, under load."""
     row = Row("SIGTERM of each of 3 in turn", times=3)
     table.append(row)
-    with empty_pool(chaos_model, 3, FLOAT32) as workers, ExitStack() as stack:
+    with empty_pool(tiny_mixtral, 3, FLOAT32) as workers, ExitStack() as stack:
         start_all(workers)
-        server = stack.enter_context(led_by_gateway(chaos_model, workers, tmp_path / "lock"))
+        server = stack.enter_context(led_by_gateway(tiny_mixtral, workers, tmp_path / "lock"))
         wait_placed(server.api, 3)
         with Load([server.api.port], traffic.workload, NUM_STREAMS) as load:
             load.wait_tokens(RUNNING_TOKENS)
@@ -112,7 +112,7 @@ def test_rolling_update(
 
 
 def test_leader_killed(
-    chaos_model: Path,
+    tiny_mixtral: Path,
     traffic: Traffic,
     table: list[Row],
     tmp_path: Path,
@@ -121,8 +121,8 @@ def test_leader_killed(
     row = Row("kill -9 of the leader within a move", times=TIMES)
     table.append(row)
     for _ in range(TIMES):
-        with empty_pool(chaos_model, 3, FLOAT32) as workers:
-            _kill_leader(chaos_model, workers, tmp_path / "lock", row, traffic)
+        with empty_pool(tiny_mixtral, 3, FLOAT32) as workers:
+            _kill_leader(tiny_mixtral, workers, tmp_path / "lock", row, traffic)
 
 
 def _kill_leader(

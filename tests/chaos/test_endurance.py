@@ -81,7 +81,7 @@ def _span_s(act: Callable[[], None]) -> tuple[float, float]:
     return start_s, time.monotonic()
 
 
-def test_cost_of_protection(chaos_model: Path, traffic: Traffic, table: list[Row]) -> None:
+def test_cost_of_protection(tiny_mixtral: Path, traffic: Traffic, table: list[Row]) -> None:
     """Choosing among copies and watching every call cost at most 3 %, where nothing fails.
 
     The same two workers hold one copy of each expert, where there is nothing to choose and nobody
@@ -93,9 +93,9 @@ def test_cost_of_protection(chaos_model: Path, traffic: Traffic, table: list[Row
     half = frozenset((layer, expert) for layer, expert in everything if expert % 2)
     placements = {1: (half, everything - half), 2: (everything, everything)}
     rates: dict[int, list[float]] = {1: [], 2: []}
-    with expert_pool(chaos_model, ("0/2", "1/2"), ("--dtype", "float32")) as workers:
+    with expert_pool(tiny_mixtral, ("0/2", "1/2"), ("--dtype", "float32")) as workers:
         addresses = [worker.address for worker in workers]
-        with mesh_at(chaos_model, workers, addresses) as mesh:
+        with mesh_at(tiny_mixtral, workers, addresses) as mesh:
             for _ in range(NUM_TURNS):
                 for num_copies, placement in placements.items():
                     orders.place(mesh, placement)
@@ -112,13 +112,13 @@ def _tokens_per_s(mesh: Mesh, traffic: Traffic) -> float:
     return len(times_s) / (times_s[-1] - times_s[0])
 
 
-def test_start_and_stop(chaos_model: Path, traffic: Traffic, table: list[Row]) -> None:
+def test_start_and_stop(tiny_mixtral: Path, traffic: Traffic, table: list[Row]) -> None:
     """Fifty times: it starts, serves, ends with 0, and leaves no process and no port."""
     row = Row("start and stop of serve", times=NUM_CYCLES)
     table.append(row)
     body = {**traffic.workload.body(1), "stream": False}
     for _ in range(NUM_CYCLES):
-        with serve(chaos_model, expert_workers=2) as server:
+        with serve(tiny_mixtral, expert_workers=2) as server:
             ports = server.ports
             answer = server.api.post("/v1/completions", body)
             row.requests += 1

@@ -33,9 +33,9 @@ QUARANTINED = "moe_requests_quarantined_total"
 
 
 @pytest.fixture(scope="module")
-def lethal_model(chaos_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lethal_model(tiny_mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In which one token makes rows that have a large first element."""
-    folder = shutil.copytree(chaos_model, tmp_path_factory.mktemp("lethal") / "model")
+    folder = shutil.copytree(tiny_mixtral, tmp_path_factory.mktemp("lethal") / "model")
     tensors = load_file(folder / "model.safetensors")
     embedding_H = tensors["model.embed_tokens.weight"][POISON]
     embedding_H[:] = 0.0

@@ -94,15 +94,15 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def served(request: pytest.FixtureRequest, chaos_model: Path) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, tiny_mixtral: Path) -> Iterator[Served]:
     """In FP32, then in bfloat16."""
     dtype: DtypeName = request.param
     workload = Workload(MIXTRAL.vocab_size, num_requests=NUM_REQUESTS, min_tokens=10, max_tokens=60)
-    with gateway(chaos_model, ["local"], dtype=dtype) as alone:
+    with gateway(tiny_mixtral, ["local"], dtype=dtype) as alone:
         expected = answers_alone(alone.api.port, workload)
-    with expert_pool(chaos_model, ["all", *["none"] * 3], ("--dtype", dtype)) as workers:
+    with expert_pool(tiny_mixtral, ["all", *["none"] * 3], ("--dtype", dtype)) as workers:
         addresses = [worker.address for worker in workers]
-        with mesh_at(chaos_model, workers, addresses, dtype=dtype) as mesh:
+        with mesh_at(tiny_mixtral, workers, addresses, dtype=dtype) as mesh:
             yield Served(mesh, Traffic(workload, expected))
 
 

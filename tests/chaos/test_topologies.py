@@ -42,17 +42,17 @@ _EVEN_SHARES = {
 def test_topology(
     num_gateways: int,
     shares: Sequence[str],
-    chaos_model: Path,
+    tiny_mixtral: Path,
     traffic: Traffic,
     table: list[Row],
 ) -> None:
     """However many there are, and however unevenly rows go to them: the same answers."""
     row = Row(f"none, gateways:workers {num_gateways}:{len(shares)}", note=", ".join(shares))
     table.append(row)
-    with expert_pool(chaos_model, shares, FLOAT32) as workers, ExitStack() as stack:
+    with expert_pool(tiny_mixtral, shares, FLOAT32) as workers, ExitStack() as stack:
         addresses = [worker.address for worker in workers]
         servers = [
-            stack.enter_context(gateway(chaos_model, addresses, "--threads", "1"))
+            stack.enter_context(gateway(tiny_mixtral, addresses, "--threads", "1"))
             for _ in range(num_gateways)
         ]
         ports = [server.api.port for server in servers]
@@ -66,17 +66,17 @@ def test_topology(
         assert [count > 0 for count in calls] == [share != "none" for share in shares]
 
 
-def test_gateway_killed(chaos_model: Path, traffic: Traffic, table: list[Row]) -> None:
+def test_gateway_killed(tiny_mixtral: Path, traffic: Traffic, table: list[Row]) -> None:
     """kill -9 of one of two gateways: expert workers close its streams, and nobody who asks the
     other one notices.
     """
     row = Row("kill -9 of 1 of 2 gateways", times=1)
     table.append(row)
-    with expert_pool(chaos_model, ("0/2", "1/2"), FLOAT32) as workers, ExitStack() as stack:
+    with expert_pool(tiny_mixtral, ("0/2", "1/2"), FLOAT32) as workers, ExitStack() as stack:
         addresses = [worker.address for worker in workers]
-        survivor = stack.enter_context(gateway(chaos_model, addresses, "--threads", "1"))
+        survivor = stack.enter_context(gateway(tiny_mixtral, addresses, "--threads", "1"))
         before = [psutil.Process(worker.pid).num_fds() for worker in workers]
-        victim = stack.enter_context(doomed_gateway(chaos_model, addresses))
+        victim = stack.enter_context(doomed_gateway(tiny_mixtral, addresses))
         with (
             Load([survivor.api.port], traffic.workload, NUM_STREAMS) as load,
             Load([victim.api.port], traffic.workload, NUM_STREAMS) as lost,

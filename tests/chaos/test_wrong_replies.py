@@ -21,9 +21,9 @@ TIMES = 10
 
 
 @pytest.fixture(scope="module")
-def proxied(chaos_model: Path) -> Iterator[Mesh]:
+def proxied(tiny_mixtral: Path) -> Iterator[Mesh]:
     """Each expert worker behind a gRPC proxy, without direct connections."""
-    with proxied_mesh(chaos_model) as running:
+    with proxied_mesh(tiny_mixtral) as running:
         yield running
 
 

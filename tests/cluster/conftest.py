@@ -1,20 +1,14 @@
-"""What tests on clusters share: answers to compare with, and a table of times."""
+"""What tests on clusters share: servers, and a table of times."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.chaos.harness.streams import Workload, answers_alone
-from tests.chaos.harness.suffering import Traffic
 from tests.cluster.servers import Server, fake_server, real_server
-from tests.conftest import Models
 from tests.support.kube.control_plane import ControlPlane, binaries, control_plane
-from tests.support.leaks import LeakGuard
-from tests.support.mesh import gateway
-from tests.support.tiny_checkpoints import MIXTRAL
+from tests.support.leaks import nothing_left_behind
 
 Times = dict[str, float]
 _TIMES = pytest.StashKey[Times]()
@@ -26,10 +20,8 @@ def no_leaks() -> Iterator[None]:
 
     A single test may: pods that it has had made are the cluster's.
     """
-    guard = LeakGuard()
-    yield
-    leaks = guard.remaining(grace_s=5.0)
-    assert leaks == [], f"left behind: {', '.join(leaks)}"
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +45,6 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
     made = fake_server() if is_fake else real_server(request.getfixturevalue("real_plane"))
     async with made as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def cluster_model(models: Models) -> Path:
-    """A tiny Mixtral of 8 experts."""
-    return models.tiny(MIXTRAL)
-
-
-@pytest.fixture(scope="session")
-def traffic(cluster_model: Path) -> Traffic:
-    """Requests to it, and what each is answered alone by the colocated mode."""
-    workload = Workload(MIXTRAL.vocab_size)
-    with gateway(cluster_model, ["local"]) as server:
-        return Traffic(workload, answers_alone(server.api.port, workload))
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,9 @@ Times = dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def mesh(cluster_model: Path, times: Times) -> Iterator[Deployed]:
+def mesh(tiny_mixtral: Path, times: Times) -> Iterator[Deployed]:
     """A gateway and two expert workers."""
-    with timed(times, "all, until the cluster is gone"), deployed(cluster_model, times) as running:
+    with timed(times, "all, until the cluster is gone"), deployed(tiny_mixtral, times) as running:
         yield running
 
 

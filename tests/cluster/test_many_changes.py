@@ -19,9 +19,9 @@ Times = dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def mesh(cluster_model: Path, times: Times) -> Iterator[Deployed]:
+def mesh(tiny_mixtral: Path, times: Times) -> Iterator[Deployed]:
     """A gateway and two expert workers."""
-    with deployed(cluster_model, times) as running:
+    with deployed(tiny_mixtral, times) as running:
         yield running
 
 

@@ -6,17 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.leaks import LeakGuard
+from tests.support.leaks import nothing_left_behind
 from tests.support.manifests import VARIANTS, Manifests, parse, render_all
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_leaks() -> Iterator[None]:
     """Once a file: looking for processes takes longer than most of these tests."""
-    guard = LeakGuard()
-    yield
-    leaks = guard.remaining(grace_s=5.0)
-    assert leaks == [], f"left behind: {', '.join(leaks)}"
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
 _ANONYMOUS = re.compile(r"(Thread|Dummy)-\d+|asyncio_\d+|pytest_timeout|tqdm")
 """Threads of libraries: gRPC's channel threads end some time after a channel is closed."""
+_GRACE_S = 5.0
 
 
 def _children() -> set[psutil.Process]:
@@ -18,6 +21,15 @@ def _children() -> set[psutil.Process]:
 
 def _named_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if not _ANONYMOUS.match(thread.name)}
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Fails if what was started meanwhile is still there a moment after the end."""
+    guard = LeakGuard()
+    yield
+    leaks = guard.remaining(_GRACE_S)
+    assert leaks == [], f"left behind: {', '.join(leaks)}"
 
 
 class LeakGuard:
