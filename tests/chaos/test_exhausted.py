@@ -56,15 +56,15 @@ def test_descriptors(
 
 
 @pytest.fixture(params=[pytest.param(FULL_PIPE, id="pipe"), pytest.param(FULL_DISK, id="disk")])
-def unlogged(request: pytest.FixtureRequest, chaos_model: Path) -> Iterator[Mesh]:
+def unlogged(request: pytest.FixtureRequest, tiny_mixtral: Path) -> Iterator[Mesh]:
     """Three expert workers with two copies of each expert, and a gateway, without room for logs."""
     shares = shares_with_copies(MIXTRAL.num_experts, NUM_WORKERS, NUM_COPIES)
     full = ("-c", request.param)
     with expert_pool(
-        chaos_model, shares, ("--dtype", "float32"), program=(*full, *EXPERT_WORKER)
+        tiny_mixtral, shares, ("--dtype", "float32"), program=(*full, *EXPERT_WORKER)
     ) as workers:
         addresses = [worker.address for worker in workers]
-        with mesh_at(chaos_model, workers, addresses, program=(*full, *COMMAND)) as mesh:
+        with mesh_at(tiny_mixtral, workers, addresses, program=(*full, *COMMAND)) as mesh:
             yield mesh
 
 

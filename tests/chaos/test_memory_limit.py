@@ -71,7 +71,7 @@ def test_out_of_memory(group: MemoryGroup, mesh: Mesh, traffic: Traffic, table: 
 
 
 def test_out_of_memory_again_and_again(
-    group: MemoryGroup, chaos_model: Path, traffic: Traffic, table: list[Row]
+    group: MemoryGroup, tiny_mixtral: Path, traffic: Traffic, table: list[Row]
 ) -> None:
     """`serve` starts such an expert worker again after longer and longer pauses, says why, and
     answers meanwhile.
@@ -79,7 +79,7 @@ def test_out_of_memory_again_and_again(
     row = Row("out of memory at each start", times=NUM_LIVES)
     table.append(row)
     with (
-        serve(chaos_model, "--log-format", "text", expert_workers=2) as server,
+        serve(tiny_mixtral, "--log-format", "text", expert_workers=2) as server,
         Load([server.api.port], traffic.workload, NUM_STREAMS) as load,
     ):
         load.wait_tokens(RUNNING_TOKENS)

@@ -44,11 +44,11 @@ def _replies_lost(wire: Wire) -> AbstractContextManager[None]:
 
 
 @pytest.fixture(scope="module")
-def wired(chaos_model: Path) -> Iterator[Mesh]:
+def wired(tiny_mixtral: Path) -> Iterator[Mesh]:
     """Three expert workers with two copies of each expert, behind cables."""
     if reason := namespaces.why_not():
         pytest.skip(reason)
-    with mesh_in_namespaces(chaos_model) as mesh:
+    with mesh_in_namespaces(tiny_mixtral) as mesh:
         yield mesh
 
 
