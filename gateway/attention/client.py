@@ -31,7 +31,10 @@ logger = logging.getLogger("gateway.attention")
 
 DESCRIBE_TIMEOUT_S = 10.0
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Waits before the first, second, ... new life; the last one repeats."""
+"""Waits before the first, second, ... attempt at a new life; the last one repeats."""
+MAX_QUICK_DEATHS = 4
+"""More do not count: one that could start is started again within 5 s, long before the requests
+that wait for it are given up."""
 STABLE_LIFE_S = 60.0
 """A life at least this long starts the waits over."""
 _MAX_FOLDER_LEN = 90  # a socket's path has room for 107 bytes
@@ -207,7 +210,7 @@ class AttentionClient:
 
     def _restart(self, reason: str) -> None:
         logger.info("restarting %s: %s", self._name, reason)
-        attempt = self._num_quick_deaths
+        attempt = min(self._num_quick_deaths, MAX_QUICK_DEATHS)
         self._end_life(0.0)
         while not self._stopping.wait(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]):
             attempt += 1
