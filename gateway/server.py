@@ -16,11 +16,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import socket
 import time
 from pathlib import Path
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from expertmesh.attention_settings import AttentionWorkerSettings
@@ -35,16 +33,10 @@ from expertmesh.placement import ExpertMap, missing_pairs
 from expertmesh.settings import GatewaySettings, data_home
 from expertmesh.transport import make_transport
 from expertmesh.wire import incarnation
-from gateway.admin_handlers import AdminAccess
-from gateway.api_keys import ADMIN_DIGESTS_VARIABLE, ApiKeys
-from gateway.api_tls import make_api_transport
-from gateway.app import Access, build_app, make_runner
 from gateway.attention.group import AttentionGroup
 from gateway.engine.engine import Engine
 from gateway.engine.engine_pool import EnginePool
 from gateway.engine.inquiry import InquiryTurn
-from gateway.grpc_api import GrpcServer
-from gateway.listen import bind, check_free, is_loopback, port_error
 from gateway.mesh.discovery import Discovery, StaticDiscovery
 from gateway.mesh.discovery_metrics import DiscoveryCollector
 from gateway.mesh.discovery_setup import make_discovery
@@ -54,6 +46,7 @@ from gateway.mesh.mesh_status import MeshStatus
 from gateway.placement.metrics import PlacementCollector
 from gateway.placement.operator import Operator, StaticPlacement
 from gateway.placement.setup import make_placement, start_placement
+from gateway.public_apis import PublicApis
 from gateway.request_metrics import RequestMetrics
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.scaling.scaler import NoScaler, Scaler
@@ -67,8 +60,6 @@ logger = logging.getLogger("gateway")
 _DRAIN_POLL_S = 0.02
 _STEP_GRACE_S = 0.3
 """For the step in flight at the end; then its attention worker is stopped."""
-_ANSWER_GRACE_S = 0.7
-"""For connections to write what was decided."""
 _CHILD_GRACE_S = 0.4
 """For the attention worker to end by itself: it has nothing that would have to be saved."""
 _NO_EXPERT_WORKERS = "no expert workers are known: see --experts"
@@ -86,7 +77,6 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._interrupted = False
-        self._socket: socket.socket | None = None
         self._checkpoint: Checkpoint | None = None
         self.attention: AttentionGroup | None = None
         self._discovery: Discovery = StaticDiscovery(())
@@ -95,14 +85,10 @@ class Gateway:
         self._scaler: Scaler = NoScaler()
         self._engine: EnginePool | None = None
         self.frontend: GenerationFrontend | None = None
-        self._runner: web.AppRunner | None = None
-        self._grpc: GrpcServer | None = None
         self._dispatch = DispatchTotals()
-        self._keys = ApiKeys.from_environment(file=settings.keys.api)
-        self._admin_keys = ApiKeys.from_environment(ADMIN_DIGESTS_VARIABLE, settings.keys.admin)
         self.info: dict[str, object] = {}
         self._transport = make_transport(settings.mesh.tls_files)
-        self._api_transport = make_api_transport(settings.http)
+        self._apis = PublicApis(settings)
 
     async def start(self) -> None:
         """Starts everything; ports are bound and the attention workers are up at return.
@@ -110,9 +96,7 @@ class Gateway:
         Raises:
             StartupError: Something cannot start. `stop` is to be called all the same.
         """
-        http = self._settings.http
-        self._socket = bind("--port", http.host, http.port)
-        check_free("--grpc-port", http.host, http.grpc_port)
+        self._apis.bind()
         checkpoint = await asyncio.to_thread(self._open)
         if self._interrupted:
             raise StartupError("the gateway was told to stop")
@@ -194,13 +178,11 @@ class Gateway:
         engine_ended = True
         if self._engine is not None:
             engine_ended = await asyncio.to_thread(self._engine.stop, _STEP_GRACE_S)
-        await asyncio.gather(self._stop_apis(), self._stop_mesh())
+        await asyncio.gather(self._apis.stop(), self._stop_mesh())
         if self._engine is not None and not engine_ended:
             await asyncio.to_thread(self._engine.stop, 1.0)
         if self.frontend is not None:
             await asyncio.to_thread(self.frontend.close)
-        if self._socket is not None:
-            self._socket.close()
         if self._checkpoint is not None:
             self._checkpoint.close()
 
@@ -306,7 +288,15 @@ class Gateway:
         registry.register(DiscoveryCollector(self._discovery.report))
         model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
         self.frontend = GenerationFrontend(engine, model, self.mesh, self._api_limits())
-        await self._open_apis(self.frontend, registry)
+        port, grpc_port = await self._apis.open(self.frontend, registry, self._placement)
+        self.info = {
+            "port": port,
+            "http_port": port,
+            "grpc_port": grpc_port,
+            "model": model.name,
+            "attention_worker_pids": self.attention.pids,
+            "kv_cache_tokens": engine.limits.kv_cache_tokens,
+        }
 
     def _api_limits(self) -> ApiLimits:
         """What the queue could never take is refused for good, not for now."""
@@ -340,51 +330,6 @@ class Gateway:
             ),
             name_required=self._settings.http.require_model,
         )
-
-    def _admin_access(self) -> AdminAccess:
-        assert self._socket is not None, "it is bound first"
-        is_private = is_loopback(self._socket) and not self._keys.required
-        return AdminAccess(self._admin_keys, is_private)
-
-    async def _open_apis(self, frontend: GenerationFrontend, registry: CollectorRegistry) -> None:
-        assert self._socket is not None
-        http = self._settings.http
-        self._runner = make_runner(
-            build_app(
-                frontend,
-                registry,
-                access=Access(self._keys, self._admin_access(), http.origins),
-                settings=dataclasses.asdict(self._settings),
-                operator=self._placement,
-            ),
-            frontend.limits,
-            stop_s=_ANSWER_GRACE_S,
-        )
-        await self._runner.setup()
-        tls = self._api_transport
-        self._grpc = GrpcServer(frontend, http.host, http.grpc_port, self._keys, tls)
-        grpc_port = await self._grpc.start()
-        port = self._socket.getsockname()[1]
-        try:
-            await web.SockSite(self._runner, self._socket, ssl_context=tls.ssl_context).start()
-        except OSError as error:  # taken since it was bound
-            raise port_error("--port", http.host, port, error) from error
-        self.info = {
-            "port": port,
-            "http_port": port,
-            "grpc_port": grpc_port,
-            "model": frontend.model.name,
-            "attention_worker_pids": self.attention.pids if self.attention else [],
-            "kv_cache_tokens": self._engine.limits.kv_cache_tokens if self._engine else 0,
-        }
-
-    async def _stop_apis(self) -> None:
-        parts = []
-        if self._runner is not None:
-            parts.append(self._runner.cleanup())
-        if self._grpc is not None:
-            parts.append(self._grpc.stop(_ANSWER_GRACE_S))
-        await asyncio.gather(*parts)
 
     async def _stop_mesh(self) -> None:
         parts = []
