@@ -14,6 +14,7 @@ from expert_worker.probes import Probes, probes
 from expert_worker.selection import chosen_experts
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.cores import settle
+from expertmesh.descriptors import raise_descriptor_limit
 from expertmesh.errors import SettingsError, StartupError
 from expertmesh.logs import configure_logging
 from expertmesh.model_tools.progress import NoProgress
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> int:
     try:
         settings, metrics_port = parse_settings(argv)
         configure_logging(settings.log, settings.worker_id or "expert worker")
+        raise_descriptor_limit()
         warn_of_exposure(settings.host, encrypted=settings.tls_files is not None)
         with probes(settings.health_host or settings.host, settings.health_port) as asked:
             _serve(settings, metrics_port, argv, stopping, asked)

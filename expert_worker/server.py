@@ -33,8 +33,9 @@ from expert_worker.servicer import ExpertServicer, zeros_message
 from expert_worker.state import WorkerIdentity, WorkerState
 from expert_worker.store import ExpertStore
 from expertmesh.addresses import join_address
+from expertmesh.descriptors import descriptor_limit
 from expertmesh.errors import PortError
-from expertmesh.grpc_options import server_options
+from expertmesh.grpc_options import Option, server_options
 from expertmesh.transport import Plaintext, Transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import Received, max_message_bytes, receiver, sealed_receiver
@@ -116,7 +117,7 @@ class ExpertServer:
         self._pool = ThreadPoolExecutor(num_threads, "expert-rpc")
         self._server = grpc.server(
             self._pool,
-            options=server_options(limit),
+            options=[*server_options(limit), _bound_of_connections()],
             maximum_concurrent_rpcs=num_threads,
             compression=grpc.Compression.NoCompression,
         )
@@ -179,6 +180,11 @@ class ExpertServer:
     def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE):
             self._health.set(service, status)
+
+
+def _bound_of_connections() -> Option:
+    """Half of the descriptors is left for direct connections and weights."""
+    return "grpc.max_allowed_incoming_connections", descriptor_limit() // 2
 
 
 def _runs_compiled(store: ExpertStore) -> bool:

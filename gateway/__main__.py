@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from expertmesh.descriptors import raise_descriptor_limit
 from expertmesh.errors import StartupError
 from expertmesh.logs import configure_logging
 from expertmesh.processes import announce_failure, watch_lifeline
@@ -25,6 +26,7 @@ def run(settings: GatewaySettings) -> int:
     The parent, if there is one, learns from the ready line why the gateway cannot start.
     """
     configure_logging(settings.log, "gateway")
+    raise_descriptor_limit()
     watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:

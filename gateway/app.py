@@ -1,4 +1,4 @@
-"""The HTTP server: routes, keys, errors, and limits on what a connection may do.
+"""What the HTTP server answers: routes, keys, errors.
 
 One event loop runs all of it. The order of a request: id, API key, handler; an exception becomes an
 error envelope in one place, and what was not expected is logged there and told to nobody.
@@ -6,21 +6,20 @@ error envelope in one place, and what was not expected is logged there and told 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import HttpVersion10, web
-from aiohttp.web_protocol import RequestHandler
 from prometheus_client import CollectorRegistry
 
+from expertmesh.errors import OverloadedError
 from gateway.admin_handlers import PREFIX as ADMIN_PREFIX
 from gateway.admin_handlers import AdminAccess, AdminHandlers
 from gateway.api_keys import ApiKeys, bearer_key
 from gateway.cors import Cors
+from gateway.http_connections import is_turned_away
 from gateway.messages.errors import PREFIX as MESSAGES_PREFIX
 from gateway.messages.errors import in_style_of
 from gateway.messages.handlers import MessagesHandlers
@@ -30,7 +29,7 @@ from gateway.openai.handlers import REQUEST_ID, OpenAiHandlers
 from gateway.openai.tokenizer_handlers import TokenizerHandlers
 from gateway.placement.operator import Operator, StaticPlacement
 from gateway.responses.handlers import ResponseHandlers
-from gateway.service import ApiLimits, GenerationFrontend, new_id
+from gateway.service import GenerationFrontend, new_id
 from gateway.status_handlers import OPEN_PATHS, StatusHandlers, load_header
 
 _log = logging.getLogger(__name__)
@@ -86,26 +85,6 @@ def build_app(
     return app
 
 
-def make_runner(app: web.Application, limits: ApiLimits, *, stop_s: float = 5.0) -> web.AppRunner:
-    """A runner that cancels handlers whose client is gone, and closes idle connections.
-
-    Args:
-        app: The application.
-        limits: Times that a connection may take.
-        stop_s: Longest time that `cleanup` waits for running requests.
-    """
-    return _Runner(
-        app,
-        limits=limits,
-        handler_cancellation=True,
-        keepalive_timeout=limits.idle_timeout_s,
-        shutdown_timeout=stop_s,
-        lingering_time=1.0,
-        auto_decompress=False,  # encoded bodies are refused, not unpacked
-        access_log=None,
-    )
-
-
 class _Door:
     """What every request passes and every response leaves by.
 
@@ -122,6 +101,12 @@ class _Door:
     @web.middleware
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Gives the request an id, and turns exceptions into error envelopes."""
+        response = await self._answer(request, handler)
+        if is_turned_away(request):
+            response.force_close()
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.version < HttpVersion10:
             request.protocol.force_close()
             raise ConnectionResetError("HTTP/0.9 is not served")
@@ -129,6 +114,7 @@ class _Door:
         if self._cors.is_preflight(request):
             return self._cors.preflight()
         try:
+            _check_welcome(request)
             self._check_key(request)
             return await handler(request)
         except ConnectionError:
@@ -159,6 +145,12 @@ class _Door:
             response.headers["endpoint-load-metrics"] = load
 
 
+def _check_welcome(request: web.Request) -> None:
+    """Those who look after the gateway are answered however many others there are."""
+    if is_turned_away(request) and request.path not in OPEN_PATHS:
+        raise OverloadedError("the gateway has as many connections as it can serve")
+
+
 def _error(request: web.Request, error: Exception) -> ApiError:
     if isinstance(error, web.HTTPNotFound):
         return in_style_of(request.path, no_endpoint(request.method, request.path))
@@ -181,86 +173,3 @@ async def _answer_and_close(request: web.Request, error: ApiError) -> web.Stream
     await response.write_eof()
     request.protocol.force_close()
     return response
-
-
-class _Runner(web.AppRunner):
-    """Serves an application with connections of our own kind."""
-
-    def __init__(self, app: web.Application, *, limits: ApiLimits, **kwargs: Any) -> None:
-        super().__init__(app, **kwargs)
-        self._limits = limits
-
-    async def _make_server(self) -> web.Server:
-        plain = await super()._make_server()
-        kwargs = {
-            key: value for key, value in self._kwargs.items() if key != "handler_cancellation"
-        }
-        return _Server(
-            plain.request_handler,
-            request_factory=plain.request_factory,
-            handler_cancellation=True,
-            header_timeout_s=self._limits.header_timeout_s,
-            **kwargs,
-        )
-
-
-class _Server(web.Server):
-    """Makes the connections."""
-
-    def __init__(self, *args: Any, header_timeout_s: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._header_timeout_s = header_timeout_s
-
-    def __call__(self) -> RequestHandler:
-        return _Connection(
-            self, loop=self._loop, header_timeout_s=self._header_timeout_s, **self._kwargs
-        )
-
-
-class _Connection(RequestHandler):
-    """A connection that must send a request soon, and gets envelopes for what is not HTTP."""
-
-    __slots__ = ("_header_timeout_s", "_header_timer")
-
-    def __init__(self, *args: Any, header_timeout_s: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._header_timeout_s = header_timeout_s
-        self._header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Starts the clock for the first header."""
-        super().connection_made(transport)
-        self._header_timer = self._loop.call_later(self._header_timeout_s, self._check_header)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """Stops the clock."""
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-        super().connection_lost(exc)
-
-    def _check_header(self) -> None:
-        if self._request_count == 0:
-            self.force_close()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answers what never became a request of the application."""
-        if isinstance(exc, ConnectionError):
-            raise exc  # the client is gone, which is no failure of ours
-        if status >= 500:
-            _log.error("a request failed outside the application", exc_info=exc)
-            error = ApiError(500, "server_error", "internal error", "internal_error")
-        else:
-            _log.debug("not a valid HTTP request: %s", exc)
-            text = "the request is not valid HTTP"
-            error = ApiError(status, "invalid_request_error", text, "bad_request")
-        if request.writer.output_size > 0:
-            raise ConnectionError("the response has begun")
-        response = error.response()
-        response.force_close()
-        return response

@@ -25,10 +25,11 @@ from expertmesh.errors import PortError, RequestError
 from expertmesh.v1 import generation_service_pb2 as pb
 from gateway.api_keys import ApiKeys, bearer_key
 from gateway.api_tls import ApiTransport, PlainApi
+from gateway.descriptor_shares import DescriptorShares
 from gateway.generation_options import check_token_ids
 from gateway.grpc_calls import GenerateCall, expert_snapshot
 from gateway.grpc_errors import status_of
-from gateway.service import GenerationFrontend, new_id
+from gateway.service import ApiLimits, GenerationFrontend, new_id
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -179,7 +180,7 @@ class GrpcServer:
             PortError: The address cannot be bound.
         """
         server = grpc.aio.server(
-            options=_server_options(self._frontend.limits.max_body_bytes),
+            options=_server_options(self._frontend.limits),
             maximum_concurrent_rpcs=_MAX_RPCS,
         )
         server.add_generic_rpc_handlers(
@@ -223,10 +224,13 @@ class GrpcServer:
             await asyncio.sleep(_POLL_S)
 
 
-def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _server_options(limits: ApiLimits) -> list[tuple[str, int]]:
     return [
+        # A connection too many is closed at once, which its client sees as UNAVAILABLE.
+        ("grpc.max_allowed_incoming_connections", DescriptorShares.now().grpc),
+        ("grpc.server_handshake_timeout_ms", round(limits.header_timeout_s * 1000)),
         ("grpc.so_reuseport", 0),  # a second server on the port must fail
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", limits.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.compression_enabled_algorithms_bitset", 1),  # none: no decompression bombs
         ("grpc.keepalive_permit_without_calls", 1),

@@ -9,17 +9,18 @@ import asyncio
 import dataclasses
 import socket
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from expertmesh.settings import GatewaySettings
 from gateway.admin_handlers import AdminAccess
 from gateway.api_keys import ADMIN_DIGESTS_VARIABLE, ApiKeys
 from gateway.api_tls import make_api_transport
-from gateway.app import Access, build_app, make_runner
+from gateway.app import Access, build_app
 from gateway.grpc_api import GrpcServer
+from gateway.http_connections import HttpRunner, make_runner
 from gateway.listen import bind, check_free, is_loopback, port_error
 from gateway.placement.operator import Operator
+from gateway.reception import Reception
 from gateway.service import GenerationFrontend
 
 _ANSWER_GRACE_S = 0.7
@@ -39,7 +40,7 @@ class PublicApis:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._socket: socket.socket | None = None
-        self._runner: web.AppRunner | None = None
+        self._runner: HttpRunner | None = None
         self._grpc: GrpcServer | None = None
         self._keys = ApiKeys.from_environment(file=settings.keys.api)
         self._admin_keys = ApiKeys.from_environment(ADMIN_DIGESTS_VARIABLE, settings.keys.admin)
@@ -86,8 +87,9 @@ class PublicApis:
         self._grpc = GrpcServer(frontend, http.host, http.grpc_port, self._keys, tls)
         grpc_port = await self._grpc.start()
         port: int = self._socket.getsockname()[1]
+        reception = Reception(self._runner, self._socket, registry, ssl_context=tls.ssl_context)
         try:
-            await web.SockSite(self._runner, self._socket, ssl_context=tls.ssl_context).start()
+            await reception.start()
         except OSError as error:  # taken since it was bound
             raise port_error("--port", http.host, port, error) from error
         return port, grpc_port

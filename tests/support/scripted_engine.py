@@ -24,12 +24,16 @@ from expertmesh.model_config import (
     NormConfig,
     RopeConfig,
 )
-from gateway.app import Access, build_app, make_runner
+from gateway.app import Access, build_app
+from gateway.descriptor_shares import DescriptorShares
 from gateway.engine.engine_observer import EngineObserver
 from gateway.engine.output_stream import NewToken, OutputStream
 from gateway.engine.request_state import RequestState
+from gateway.http_connections import make_runner
+from gateway.listen import bind
 from gateway.mesh.mesh_status import MeshStatus
 from gateway.placement.operator import Operator, StaticPlacement
+from gateway.reception import Reception
 from gateway.request_metrics import RequestMetrics
 from gateway.sequence import (
     EngineStats,
@@ -227,6 +231,7 @@ async def scripted_gateway(
     model: ServedModel | None = None,
     access: Access | None = None,
     operator: Operator | None = None,
+    shares: Callable[[], DescriptorShares] = DescriptorShares.now,
 ) -> AsyncIterator[Gateway]:
     """Starts the server on a free port and stops it."""
     model = model or served_model(tokenizer=tokenizer)
@@ -254,9 +259,9 @@ async def scripted_gateway(
     runner = make_runner(app, limits, stop_s=1.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        gateway.port = runner.addresses[0][1]
+        bound = bind("--port", "127.0.0.1", 0)
+        gateway.port = bound.getsockname()[1]
+        await Reception(runner, bound, registry, shares=shares).start()
         yield gateway
     finally:
         gateway.frontend.close()
