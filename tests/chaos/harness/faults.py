@@ -102,15 +102,34 @@ def starve(mesh: Mesh, chance: random.Random) -> float:
 def exhaust_worker(mesh: Mesh, chance: random.Random) -> float:
     """A worker can open no more descriptors, and strangers connect to both of its ports."""
     victim = chance.choice(mesh.workers)
-    return _exhaust(victim.pid, (victim.port, victim.direct_port))
+    process = psutil.Process(victim.pid)
+    ports = (victim.port, victim.direct_port)
+    return _exhaust(victim.pid, ports, lambda most: process.num_fds() >= most)
 
 
 def exhaust_gateway(mesh: Mesh, chance: random.Random) -> float:
     """The gateway can open no more descriptors, and strangers connect to its HTTP port."""
-    return _exhaust(mesh.server.process.process.pid, (mesh.api.port,))
+    before = num_turned_away(mesh)
+    return _exhaust(
+        mesh.server.process.process.pid,
+        (mesh.api.port,),
+        lambda _most: num_turned_away(mesh) >= before + NUM_STRANGERS,
+    )
 
 
-def _exhaust(pid: int, ports: Sequence[int]) -> float:
+def num_turned_away(mesh: Mesh) -> float:
+    """Connections too many that the gateway had."""
+    return mesh.api.metrics()["moe_connections_turned_away_total"]
+
+
+def _exhaust(pid: int, ports: Sequence[int], is_exhausted: Callable[[int], bool]) -> float:
+    """Leaves a process few descriptors for a while.
+
+    Args:
+        pid: Of it.
+        ports: Where strangers connect.
+        is_exhausted: Whether that has come to something; told how many descriptors there are.
+    """
     at_s = time.monotonic()
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     most = psutil.Process(pid).num_fds() + SPARE_FDS
@@ -120,11 +139,7 @@ def _exhaust(pid: int, ports: Sequence[int]) -> float:
             for port in ports:
                 for _ in range(NUM_STRANGERS):
                     strangers.enter_context(socket.create_connection((HOST, port), HANG_S))
-            poll(
-                lambda: psutil.Process(pid).num_fds() >= most,
-                timeout_s=10.0,
-                what="no descriptor is left",
-            )
+            poll(lambda: is_exhausted(most), timeout_s=10.0, what="no descriptor is left")
             time.sleep(EXHAUSTED_S)
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)

@@ -69,7 +69,8 @@ def suffer(
         streams = load.finish()
     wait_idle(mesh.api)
     if may_refuse:
-        streams = [stream for stream in streams if stream.status != 503]
+        served = [stream for stream in streams if stream.status != 503]
+        row.refused, streams = len(streams) - len(served), served
     row.stalls_s, row.calm_s = _stalls_s(streams, faults_s), _stalls_s(streams, calm_s)
     judge(streams, traffic.expected, row)
 

@@ -27,6 +27,8 @@ class Row:
     times: int = 0
     """How often it happened."""
     requests: int = 0
+    refused: int = 0
+    """Answered 503 and not counted in `requests`, where new ones may be."""
     failed: int = 0
     changed: int = 0
     stalls_s: list[float] = field(default_factory=list)
@@ -58,7 +60,9 @@ class Row:
             _milliseconds(self.stalls_s),
             _milliseconds(self.calm_s),
             f"{max(self.recoveries_s):.1f} s" if self.recoveries_s else "",
-            self.note,
+            ", ".join(
+                filter(None, (f"{self.refused} answered 503" * bool(self.refused), self.note))
+            ),
         )
 
 
