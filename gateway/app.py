@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from aiohttp import HttpVersion10, web
+from aiohttp import HttpVersion10, hdrs, web
 from prometheus_client import CollectorRegistry
 
 from expertmesh.errors import OverloadedError
@@ -19,13 +19,13 @@ from gateway.admin_handlers import PREFIX as ADMIN_PREFIX
 from gateway.admin_handlers import AdminAccess, AdminHandlers
 from gateway.api_keys import ApiKeys, bearer_key
 from gateway.cors import Cors
-from gateway.http_connections import is_turned_away
+from gateway.http_connections import connected_s, is_turned_away
 from gateway.messages.errors import PREFIX as MESSAGES_PREFIX
 from gateway.messages.errors import in_style_of
 from gateway.messages.handlers import MessagesHandlers
 from gateway.openai.body import BodyError
 from gateway.openai.errors import ApiError, api_error, no_endpoint
-from gateway.openai.handlers import REQUEST_ID, OpenAiHandlers
+from gateway.openai.handlers import CONNECTED_S, REQUEST_ID, OpenAiHandlers
 from gateway.openai.tokenizer_handlers import TokenizerHandlers
 from gateway.placement.operator import Operator, StaticPlacement
 from gateway.responses.handlers import ResponseHandlers
@@ -100,7 +100,7 @@ class _Door:
 
     @web.middleware
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives the request an id, and turns exceptions into error envelopes."""
+        """Says whose request it is, and turns exceptions into error envelopes."""
         response = await self._answer(request, handler)
         if is_turned_away(request):
             response.force_close()
@@ -111,6 +111,7 @@ class _Door:
             request.protocol.force_close()
             raise ConnectionResetError("HTTP/0.9 is not served")
         _give_id(request)
+        request[CONNECTED_S] = connected_s(request)
         if self._cors.is_preflight(request):
             return self._cors.preflight()
         try:
@@ -143,6 +144,9 @@ class _Door:
         load = load_header(wanted, self._frontend.stats()) if wanted else None
         if load is not None:
             response.headers["endpoint-load-metrics"] = load
+        if not self._frontend.accepting:  # the next request is to go to another gateway
+            response.headers[hdrs.CONNECTION] = "close"
+            response.force_close()
 
 
 def _check_welcome(request: web.Request) -> None:

@@ -37,6 +37,9 @@ _POLL_S = 0.2
 """How soon a change of the expert map or of readiness is seen."""
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _MAX_RPCS = 2048
+_LONG_AGO_S = 0.0
+"""When clients connected: a server that stops takes no connection, and sends off those that it has.
+"""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -63,7 +66,7 @@ class GenerationApi:
         """
         call = GenerateCall(request, self._frontend, self._request_id(request.request_id))
         prompt = await call.prepare(remaining_s)
-        with self._frontend.open([prompt]) as stream:
+        with self._frontend.open([prompt], connected_s=_LONG_AGO_S) as stream:
             while not stream.done:
                 for _, output in await stream.next() or ():
                     response = call.response(output)
@@ -172,6 +175,7 @@ class GrpcServer:
         self._health = health_aio.HealthServicer()
         self._follow: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Binds and serves; returns the port.
@@ -200,8 +204,18 @@ class GrpcServer:
         self._follow = asyncio.create_task(self._follow_readiness(), name="grpc-health")
         return port
 
+    def leave(self, grace_s: float) -> None:
+        """Has clients connect anew for later calls, which leads them elsewhere; those that run have
+        some time. `stop` is to follow."""
+        self._leaving = asyncio.create_task(self._end(grace_s), name="grpc-leave")
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives running ones some time, and ends."""
+        await self._end(grace_s)
+        if self._leaving is not None:
+            await self._leaving
+
+    async def _end(self, grace_s: float) -> None:
         if self._follow is not None:
             self._follow.cancel()
             with suppress(asyncio.CancelledError):

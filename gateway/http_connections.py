@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from aiohttp import web
@@ -83,14 +84,18 @@ class HttpConnection(RequestHandler):
         header_timeout_s: From its beginning to the end of its first request's header.
         turned_away: There are too many: it is answered once, by an error unless it asks how the
             gateway is.
+
+    Attributes:
+        connected_s: When it began, on the monotonic clock.
     """
 
-    __slots__ = ("_header_timeout_s", "_header_timer", "turned_away")
+    __slots__ = ("_header_timeout_s", "_header_timer", "connected_s", "turned_away")
 
     def __init__(
         self, *args: Any, header_timeout_s: float, turned_away: bool, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.connected_s = time.monotonic()
         self.turned_away = turned_away
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
@@ -138,3 +143,10 @@ def is_turned_away(request: web.BaseRequest) -> bool:
     """True if the request came over a connection too many."""
     connection = request.protocol
     return isinstance(connection, HttpConnection) and connection.turned_away
+
+
+def connected_s(request: web.BaseRequest) -> float:
+    """When the client of a request connected, on the monotonic clock."""
+    connection = request.protocol
+    assert isinstance(connection, HttpConnection), "our servers make no others"
+    return connection.connected_s

@@ -16,6 +16,7 @@ from gateway.admin_handlers import AdminAccess
 from gateway.api_keys import ADMIN_DIGESTS_VARIABLE, ApiKeys
 from gateway.api_tls import make_api_transport
 from gateway.app import Access, build_app
+from gateway.drain import drain
 from gateway.grpc_api import GrpcServer
 from gateway.http_connections import HttpRunner, make_runner
 from gateway.listen import bind, check_free, is_loopback, port_error
@@ -42,6 +43,7 @@ class PublicApis:
         self._socket: socket.socket | None = None
         self._runner: HttpRunner | None = None
         self._grpc: GrpcServer | None = None
+        self._frontend: GenerationFrontend | None = None
         self._keys = ApiKeys.from_environment(file=settings.keys.api)
         self._admin_keys = ApiKeys.from_environment(ADMIN_DIGESTS_VARIABLE, settings.keys.admin)
         self._transport = make_api_transport(settings.http)
@@ -92,7 +94,14 @@ class PublicApis:
             await reception.start()
         except OSError as error:  # taken since it was bound
             raise port_error("--port", http.host, port, error) from error
+        self._frontend = frontend
         return port, grpc_port
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new clients and lets the requests of others finish, for this long."""
+        if self._frontend is not None and self._runner is not None and self._grpc is not None:
+            self._grpc.leave(grace_s)
+            await drain(self._frontend, self._runner, grace_s)
 
     async def stop(self) -> None:
         """Answers what was decided, and ends both servers."""

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
-import time
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -55,9 +53,6 @@ from gateway.service import ApiLimits, GenerationFrontend, ServedModel
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 
-logger = logging.getLogger("gateway")
-
-_DRAIN_POLL_S = 0.02
 _STEP_GRACE_S = 0.3
 """For the step in flight at the end; then its attention worker is stopped."""
 _CHILD_GRACE_S = 0.4
@@ -159,17 +154,8 @@ class Gateway:
         )
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests and lets those that run finish, for this long."""
-        if self.frontend is None or self._engine is None:
-            return
-        self.frontend.stop_accepting()
-        deadline_s = time.monotonic() + grace_s
-        while time.monotonic() < deadline_s:
-            stats = self._engine.stats()
-            if not (stats.num_running or stats.num_waiting):
-                return
-            await asyncio.sleep(_DRAIN_POLL_S)
-        logger.warning("ending %d requests", stats.num_running + stats.num_waiting)
+        """Refuses new clients and lets the requests of others finish, for this long."""
+        await self._apis.drain(grace_s)
 
     async def stop(self) -> None:
         """Ends everything: requests with an error, then APIs, threads and the child process."""

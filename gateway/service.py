@@ -8,6 +8,7 @@ blocks and its request slot.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -150,21 +151,26 @@ class GenerationFrontend:
         self.model = model
         self.mesh = mesh
         self.limits = limits or ApiLimits()
-        self.accepting = True
+        self._stopped_s = math.inf
         self._engine = engine
         self._active: dict[str, tuple[GenerationStream, int]] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._grammar_pool = DeepStackPool(max_workers=1, thread_name_prefix="compile")
 
     def close(self) -> None:
-        """Refuses new requests and ends the helper threads; running streams go on."""
+        """Refuses new clients and ends the helper threads; running streams go on."""
         self.stop_accepting()
         for pool in (self._pool, self._grammar_pool):
             pool.shutdown(wait=True, cancel_futures=True)
 
+    @property
+    def accepting(self) -> bool:
+        """False once the gateway is about to stop."""
+        return self._stopped_s == math.inf
+
     def stop_accepting(self) -> None:
-        """Refuses new requests from now on, as the gateway is about to stop."""
-        self.accepting = False
+        """Refuses new clients from now on, as the gateway is about to stop."""
+        self._stopped_s = min(self._stopped_s, time.monotonic())
 
     def stats(self) -> EngineStats:
         """Load of the engine."""
@@ -180,28 +186,37 @@ class GenerationFrontend:
         """True if a request that comes now can be served."""
         return self.accepting and self.alive and self.mesh().ready
 
-    def check_available(self) -> None:
+    def check_available(self, connected_s: float = math.inf) -> None:
         """Refuses work that cannot be done.
+
+        Args:
+            connected_s: When the client connected, on the monotonic clock; just now by default.
+                Who did so before the gateway was stopped could not know of that, and is served
+                while the gateway lives.
 
         Raises:
             StoppingError: The gateway is stopping.
             ExpertUnavailableError: An expert has no usable copy.
         """
-        if not self.accepting:
+        if connected_s > self._stopped_s:
             raise StoppingError()
         mesh = self.mesh()
         if mesh.uncovered and not mesh.ready:
             raise ExpertUnavailableError(missing_pairs(dict(mesh.uncovered)))
 
-    def open(self, prompts: Sequence[Prompt]) -> GenerationStream:
+    def open(self, prompts: Sequence[Prompt], *, connected_s: float = math.inf) -> GenerationStream:
         """Submits the prompts of one call, all or none.
 
+        Args:
+            prompts: Each is a request of its own in the engine.
+            connected_s: See `check_available`.
+
         Raises:
-            OverloadedError: A queue is full.
+            OverloadedError: A queue is full, or the gateway is stopping.
             ExpertUnavailableError: An expert has no usable copy.
             RequestError: A request id is in use.
         """
-        self.check_available()
+        self.check_available(connected_s)
         stream = GenerationStream(self, [prompt.request_id for prompt in prompts])
         try:
             for index, prompt in enumerate(prompts):

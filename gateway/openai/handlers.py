@@ -43,6 +43,8 @@ from gateway.structured.grammar import compile_constraint
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Id of the HTTP request: for the log and the X-Request-Id header."""
+CONNECTED_S = web.RequestKey("connected_s", float)
+"""When the client made the connection of the request, on the monotonic clock."""
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _IN_THREAD_FROM = 200
@@ -116,7 +118,7 @@ class OpenAiHandlers:
         grammar: str,
     ) -> web.StreamResponse:
         prompts = engine_prompts(body, answer, limit, grammar)
-        with self._frontend.open(prompts) as stream:
+        with self._frontend.open(prompts, connected_s=request[CONNECTED_S]) as stream:
             if body.stream:
                 return await self._stream(request, answer, stream)
             return await self._whole(answer, await collect_outputs(stream, len(prompts)))

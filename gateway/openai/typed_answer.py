@@ -17,6 +17,7 @@ from gateway.openai.chat_call import ChatCall
 from gateway.openai.errors import ApiError
 from gateway.openai.event_stream import EventStream
 from gateway.openai.handlers import (
+    CONNECTED_S,
     collect_outputs,
     engine_prompts,
     stream_answer,
@@ -106,7 +107,7 @@ async def give_answer(
         call.limit,
         call.grammar,
     )
-    with frontend.open(prompts) as stream:
+    with frontend.open(prompts, connected_s=request[CONNECTED_S]) as stream:
         if call.body.stream:
             limits = frontend.limits
             events = TypedEventStream(request, limits.write_timeout_s, answer)

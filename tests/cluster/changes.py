@@ -9,9 +9,9 @@ from tests.chaos.harness.checks import longest_gap_s, wait_idle
 from tests.chaos.harness.load import Load
 from tests.chaos.harness.suffering import Traffic, judge
 from tests.chaos.harness.table import Row
-from tests.cluster.deployed import EXPERTS, TIMEOUT_S, Deployed, timed
+from tests.cluster.deployed import EXPERTS, GATEWAYS, TIMEOUT_S, Deployed, timed
 from tests.support.kube.api_server import FakeApiServer
-from tests.support.kube.resources import PODS
+from tests.support.kube.resources import PODS, Json
 
 _NUM_STREAMS = 4
 _TOKENS = 50
@@ -53,8 +53,7 @@ def change_pods(mesh: Deployed, load: Load, times: dict[str, float], prefix: str
     before = mesh.incarnations()
     with timed(times, f"{prefix}rollout restart"):
         mesh.cluster.kubectl("rollout", "restart", EXPERTS)
-        status = ("rollout", "status", EXPERTS, f"--timeout={TIMEOUT_S:.0f}s")
-        mesh.cluster.kubectl(*status, timeout_s=TIMEOUT_S)
+        mesh.wait_rolled_out(EXPERTS)
         mesh.settle(load, 2, _TOKENS)
     assert not set(before.values()) & set(mesh.incarnations().values())
 
@@ -71,8 +70,7 @@ def _kill_in_outage(mesh: Deployed, load: Load) -> None:
 
 def drain_node(mesh: Deployed, load: Load) -> None:
     """Drains the node of an expert worker, where no gateway is, and takes it back."""
-    pods = mesh.cluster.list(PODS)
-    gateways = {pod["spec"]["nodeName"] for pod in pods if "gateway" in pod["metadata"]["name"]}
+    gateways = {pod["spec"]["nodeName"] for pod in mesh.gateway_pods()}
     victim = next(pod for pod in mesh.expert_pods() if pod["spec"]["nodeName"] not in gateways)
     name, node = victim["metadata"]["name"], victim["spec"]["nodeName"]
     mesh.cluster.kubectl(
@@ -82,3 +80,16 @@ def drain_node(mesh: Deployed, load: Load) -> None:
     moved = next(pod for pod in mesh.expert_pods() if pod["metadata"]["name"] == name)
     assert moved["spec"]["nodeName"] != node
     mesh.cluster.kubectl("uncordon", node)
+
+
+def restart_gateway(mesh: Deployed, load: Load) -> None:
+    """A new gateway serves before the old one ends; clients keep their connections."""
+    (old,) = (pod["metadata"]["name"] for pod in mesh.gateway_pods())
+    mesh.cluster.kubectl("rollout", "restart", GATEWAYS)
+    mesh.wait_rolled_out(GATEWAYS)
+
+    def is_gone(pods: list[Json]) -> bool:
+        return old not in {pod["metadata"]["name"] for pod in pods}
+
+    mesh.cluster.wait(PODS, is_gone, what=f"{old} has ended", timeout_s=TIMEOUT_S)
+    mesh.settle(load, 2, _TOKENS)

@@ -15,10 +15,9 @@ from tests.support.kube.pocket_cluster import PocketCluster, pocket_cluster
 from tests.support.kube.resources import PODS, Json
 from tests.support.processes import poll
 
-EXPERTS = "statefulset/expert-worker"
+EXPERTS, GATEWAYS = "statefulset/expert-worker", "deployment/gateway"
 TIMEOUT_S = 180.0
 """Of everything that is waited for: the machine may be busy, or kernels have to be compiled."""
-_EXPERT_WORKER = "expert-worker"
 _MIN_COPIES = 2
 
 
@@ -37,15 +36,18 @@ class Deployed:
 
     def expert_pods(self) -> list[Json]:
         """Pods of expert workers that are not ending."""
-        return [
-            pod for pod in self.cluster.list(PODS) if _is_expert(pod) and not is_terminating(pod)
-        ]
+        pods = _named("expert-worker", self.cluster.list(PODS))
+        return [pod for pod in pods if not is_terminating(pod)]
+
+    def gateway_pods(self) -> list[Json]:
+        """Pods of gateways, those that are ending included."""
+        return _named("gateway", self.cluster.list(PODS))
 
     def wait_ready(self, count: int) -> None:
         """Waits until there are so many expert workers, and no others."""
 
         def are_ready(pods: list[Json]) -> bool:
-            members = [pod for pod in pods if _is_expert(pod)]
+            members = _named("expert-worker", pods)
             return len(members) == count and all(map(is_ready, members))
 
         what = f"{count} expert workers are ready"
@@ -65,6 +67,11 @@ class Deployed:
 
         what = f"{name} is ready again"
         self.cluster.wait(PODS, is_restarted, what=what, timeout_s=TIMEOUT_S)
+
+    def wait_rolled_out(self, workload: str) -> None:
+        """Waits until all pods of a workload are new, as kubectl says."""
+        wait = ("rollout", "status", workload, f"--timeout={TIMEOUT_S:.0f}s")
+        self.cluster.kubectl(*wait, timeout_s=TIMEOUT_S)
 
     def wait_placed(self, count: int) -> None:
         """Waits until so many expert workers hold two copies of each expert, and nothing moves."""
@@ -95,8 +102,8 @@ class Deployed:
         return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in self.expert_pods()}
 
 
-def _is_expert(pod: Json) -> bool:
-    return pod["metadata"]["labels"].get("app.kubernetes.io/name") == _EXPERT_WORKER
+def _named(name: str, pods: list[Json]) -> list[Json]:
+    return [pod for pod in pods if pod["metadata"]["labels"].get("app.kubernetes.io/name") == name]
 
 
 @contextmanager
@@ -113,8 +120,7 @@ def deployed(model: Path, times: dict[str, float]) -> Iterator[Deployed]:
             cluster.kubectl("apply", "-k", str(overlay))
             mesh = Deployed(cluster)
             mesh.wait_ready(2)
-            wait = ("rollout", "status", "deployment/gateway", f"--timeout={TIMEOUT_S:.0f}s")
-            cluster.kubectl(*wait, timeout_s=TIMEOUT_S)
+            mesh.wait_rolled_out(GATEWAYS)
             mesh.wait_placed(2)
         yield mesh
 

@@ -1,4 +1,4 @@
-"""The changes of `test_kubectl.py` again and again, and a node that is drained."""
+"""The changes of `test_kubectl.py` again and again, and what takes longer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.harness.suffering import Traffic
-from tests.cluster.changes import change_pods, drain_node, under_load
+from tests.cluster.changes import (
+    change_pods,
+    drain_node,
+    restart_gateway,
+    under_load,
+)
 from tests.cluster.deployed import Deployed, deployed, timed
 
 pytestmark = [pytest.mark.alone, pytest.mark.chaos, pytest.mark.timeout(1800)]
@@ -36,3 +41,9 @@ def test_drain_node(mesh: Deployed, traffic: Traffic, times: Times) -> None:
     """An expert worker is evicted, hands over first, and comes again on another node."""
     with under_load(mesh, traffic, times) as load, timed(times, "drain a node"):
         drain_node(mesh, load)
+
+
+def test_restart_gateway(mesh: Deployed, traffic: Traffic, times: Times) -> None:
+    """Streams of the old gateway come to their end, and all later ones go to the new one."""
+    with under_load(mesh, traffic, times) as load, timed(times, "rollout restart of the gateway"):
+        restart_gateway(mesh, load)

@@ -30,6 +30,7 @@ class Served:
     mesh: MeshStatus
     channel: grpc.aio.Channel
     port: int
+    server: GrpcServer
 
     @property
     def stub(self) -> GenerationServiceStub:
@@ -72,7 +73,7 @@ async def serving(*, tokenizer: bool = True) -> AsyncIterator[Served]:
     port = await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            served = Served(engine, frontend, MeshStatus(epoch=1), channel, port)
+            served = Served(engine, frontend, MeshStatus(epoch=1), channel, port, server)
             yield served
     finally:
         frontend.close()

@@ -214,6 +214,7 @@ class Gateway:
     metrics: RequestMetrics
     mesh: MeshStatus
     port: int = 0
+    runner: web.AppRunner = field(init=False)
 
     @property
     def url(self) -> str:
@@ -256,7 +257,7 @@ async def scripted_gateway(
     )
     if add_routes is not None:
         add_routes(app)
-    runner = make_runner(app, limits, stop_s=1.0)
+    runner = gateway.runner = make_runner(app, limits, stop_s=1.0)
     await runner.setup()
     try:
         bound = bind("--port", "127.0.0.1", 0)
