@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gateway.mesh.service_discovery import WatchTimes
 from tests.chaos.harness.checks import longest_gap_s, wait_idle
 from tests.chaos.harness.load import Load
 from tests.chaos.harness.suffering import Traffic, judge
@@ -12,7 +14,9 @@ from tests.chaos.harness.table import Row
 from tests.cluster.deployed import EXPERTS, GATEWAYS, TIMEOUT_S, Deployed, timed
 from tests.support.kube.api_server import FakeApiServer
 from tests.support.kube.resources import PODS, Json
+from tests.support.processes import poll
 
+OUTAGE_S = 60.0
 _NUM_STREAMS = 4
 _TOKENS = 50
 """Between two changes."""
@@ -93,3 +97,28 @@ def restart_gateway(mesh: Deployed, load: Load) -> None:
 
     mesh.cluster.wait(PODS, is_gone, what=f"{old} has ended", timeout_s=TIMEOUT_S)
     mesh.settle(load, 2, _TOKENS)
+
+
+def sit_out_outage(mesh: Deployed, load: Load, times: dict[str, float]) -> None:
+    """The gateway cannot reach the API server; a pod goes away meanwhile, and another comes."""
+    (gateway,) = (pod["metadata"]["name"] for pod in mesh.gateway_pods())
+    before, errors = mesh.incarnations(), mesh.api.metrics()["moe_discovery_errors_total"]
+    with mesh.cluster.cut_off("gateway"):
+        began_s = time.monotonic()
+        force = ("--grace-period=0", "--force")
+        mesh.cluster.kubectl("delete", "pod", "expert-worker-0", *force, timeout_s=TIMEOUT_S)
+        mesh.wait_ready(2)
+        assert mesh.incarnations()["expert-worker-0"] != before["expert-worker-0"]
+        while time.monotonic() - began_s < OUTAGE_S:
+            load.wait_tokens(_TOKENS)
+        metrics = mesh.api.metrics()
+        assert not mesh.knows_pods()
+        assert metrics["moe_discovery_endpoints"] == 2, "the last view"
+        assert metrics["moe_discovery_age_seconds"] >= OUTAGE_S - 1
+        assert metrics["moe_discovery_errors_total"] > errors
+        assert "no answer of the API server" in mesh.cluster.log(gateway, "gateway")
+    limit_s = WatchTimes().longest_pause_s + WatchTimes().list_s
+    what = f"pods are known after {OUTAGE_S:.0f} s without the API"
+    times[what] = poll(mesh.knows_pods, timeout_s=limit_s, what=what)
+    with timed(times, "and there are two copies of all experts"):
+        mesh.settle(load, 2, _TOKENS)

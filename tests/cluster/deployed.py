@@ -18,6 +18,7 @@ from tests.support.processes import poll
 EXPERTS, GATEWAYS = "statefulset/expert-worker", "deployment/gateway"
 TIMEOUT_S = 180.0
 """Of everything that is waited for: the machine may be busy, or kernels have to be compiled."""
+_EXPERT_PORT = 50061
 _MIN_COPIES = 2
 
 
@@ -90,6 +91,13 @@ class Deployed:
         except AssertionError as error:
             report = self.api.get("/admin/placement").json
             raise AssertionError(f"{error}\n{report}\n{self.cluster.logs()}") from None
+
+    def knows_pods(self) -> bool:
+        """Whether the gateway can use every expert worker that runs, and names no other."""
+        report = self.api.ready().json
+        known = {worker["address"] for worker in report["workers"] if worker["state"] == "ready"}
+        running = {f"{pod['status']['podIP']}:{_EXPERT_PORT}" for pod in self.expert_pods()}
+        return known == running and len(report["workers"]) == len(known)
 
     def settle(self, load: Load, count: int, num_tokens: int) -> None:
         """Waits until so many pods serve with all experts, and streams go on."""

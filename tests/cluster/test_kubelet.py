@@ -34,8 +34,7 @@ def _wait_ready(cluster: PocketCluster, count: int) -> None:
 
 def _seen(cluster: PocketCluster, name: str) -> Json:
     """What a pod says that it got."""
-    log = cluster.call(lambda _, kubelet: kubelet.runner(name).log("echo").read_text())
-    return json.loads(log.splitlines()[0])
+    return json.loads(cluster.log(name, "echo").splitlines()[0])
 
 
 def _let_go(cluster: PocketCluster) -> bool:

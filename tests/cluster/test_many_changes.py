@@ -12,6 +12,7 @@ from tests.cluster.changes import (
     change_pods,
     drain_node,
     restart_gateway,
+    sit_out_outage,
     under_load,
 )
 from tests.cluster.deployed import Deployed, deployed, timed
@@ -47,3 +48,9 @@ def test_restart_gateway(mesh: Deployed, traffic: Traffic, times: Times) -> None
     """Streams of the old gateway come to their end, and all later ones go to the new one."""
     with under_load(mesh, traffic, times) as load, timed(times, "rollout restart of the gateway"):
         restart_gateway(mesh, load)
+
+
+def test_long_outage(mesh: Deployed, traffic: Traffic, times: Times) -> None:
+    """A minute without the API: the last view serves, and soon afterwards the truth is known."""
+    with under_load(mesh, traffic, times) as load:
+        sit_out_outage(mesh, load, times)

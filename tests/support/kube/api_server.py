@@ -54,7 +54,7 @@ class FakeApiServer:
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
         self._watches = Watches(self.store)
-        self._connections: dict[int, asyncio.BaseTransport | None] = {}
+        self._running: dict[int, web.Request] = {}
         self._runner = web.AppRunner(self._application(), shutdown_timeout=0.5)
         self._port = 0
         for name in ("default", "kube-system"):
@@ -72,7 +72,7 @@ class FakeApiServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._cut_connections()
+        self._cut_connections("")
         await self._runner.cleanup()
 
     @property
@@ -115,18 +115,26 @@ class FakeApiServer:
             self.store.wake()
 
     @contextmanager
-    def outage(self) -> Iterator[None]:
-        """Every connection is reset, and every new one."""
-        self.faults.insert(0, _reset)
-        self._cut_connections()
+    def outage(self, token: str = "") -> Iterator[None]:
+        """Connections are reset, old and new: all of them, or those of the holders of a token."""
+
+        async def reset(request: web.Request) -> web.StreamResponse | None:
+            if not _shows(request, token):
+                return None
+            _abort(request.transport)
+            return web.Response(status=503)
+
+        self.faults.insert(0, reset)
+        self._cut_connections(token)
         try:
             yield
         finally:
-            self.faults.remove(_reset)
+            self.faults.remove(reset)
 
-    def _cut_connections(self) -> None:
-        for transport in list(self._connections.values()):
-            _abort(transport)
+    def _cut_connections(self, token: str) -> None:
+        for request in list(self._running.values()):
+            if _shows(request, token):
+                _abort(request.transport)
         self._watches.drop()
 
     # --- requests ---
@@ -158,7 +166,7 @@ class FakeApiServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         self.requests.append((request.method, request.path))
-        self._connections[id(request)] = request.transport
+        self._running[id(request)] = request
         try:
             for fault in list(self.faults):
                 if (response := await fault(request)) is not None:
@@ -167,7 +175,7 @@ class FakeApiServer:
         except ApiError as error:
             return error.response()
         finally:
-            del self._connections[id(request)]
+            del self._running[id(request)]
 
     async def _collection(self, request: web.Request) -> web.StreamResponse:
         resource, namespace = _resource(request), request.match_info.get("namespace", "")
@@ -270,9 +278,8 @@ def kubeconfig(url: str, namespace: str, token: str) -> str:
     )
 
 
-async def _reset(request: web.Request) -> web.StreamResponse:
-    _abort(request.transport)
-    return web.Response(status=503)
+def _shows(request: web.Request, token: str) -> bool:
+    return not token or request.headers.get("Authorization") == f"Bearer {token}"
 
 
 def _abort(transport: asyncio.BaseTransport | None) -> None:

@@ -95,6 +95,10 @@ class PocketCluster:
         """The last lines of all containers."""
         return self.call(lambda _, kubelet: kubelet.logs())
 
+    def log(self, pod: str, container: str) -> str:
+        """All that a container has said."""
+        return self.call(lambda _, kubelet: kubelet.runner(pod).log(container).read_text())
+
     def kill_container(self, pod: str, container: str) -> None:
         """kill -9 of its process and of all that it has started."""
         self.call(lambda _, kubelet: kubelet.runner(pod).container(container).kill())
@@ -126,6 +130,11 @@ class PocketCluster:
             yield
         finally:
             self.call(lambda *_: made.__exit__(None, None, None))
+
+    def cut_off(self, account: str) -> AbstractContextManager[None]:
+        """The API server is away for pods of a service account alone."""
+        token = token_of(self.namespace, account)
+        return self.under(lambda api: api.outage(token))
 
     def _run(self, coroutine: Coroutine[object, None, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_CALL_S)
