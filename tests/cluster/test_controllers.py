@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from tests.cluster.servers import NAMESPACE, Server
 from tests.support.kube.controllers.pods import is_terminating
 from tests.support.kube.resources import (
+    DISRUPTION_BUDGETS,
     ENDPOINT_SLICES,
     NODES,
     PODS,
     SERVICES,
     STATEFUL_SETS,
+    ApiError,
     Json,
 )
 
@@ -159,6 +163,40 @@ def _is_new(pods: list[Json], name: str, old_uid: str) -> bool:
     return any(
         pod["metadata"]["name"] == name and pod["metadata"]["uid"] != old_uid for pod in pods
     )
+
+
+async def test_evictions_stay_within_the_budget(server: Server) -> None:
+    """One pod may be evicted; no other one before it is there again."""
+    await _apply(server, 2)
+    await server.wait(PODS, _are(["pods-0", "pods-1"]))
+    for name in ("pods-0", "pods-1"):
+        await _run(server, name, ready=True)
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": LABELS}}
+    budget = {"metadata": {"name": "pods"}, "spec": spec}
+    await server.client.create(DISRUPTION_BUDGETS, budget, NAMESPACE)
+    await server.wait(DISRUPTION_BUDGETS, _allow(1))
+    await _evict(server, "pods-1")
+    await server.wait(DISRUPTION_BUDGETS, _allow(0))
+    with pytest.raises(ApiError) as caught:
+        await _evict(server, "pods-0")
+    assert caught.value.code == 429
+    await _end(server, "pods-1")
+    await server.wait(PODS, _are(["pods-0", "pods-1"]))
+    await _run(server, "pods-1", ready=True)
+    await server.wait(DISRUPTION_BUDGETS, _allow(1))
+    await _evict(server, "pods-0")
+    await server.client.delete(DISRUPTION_BUDGETS, NAMESPACE, "pods")
+
+
+def _allow(count: int) -> Callable[[list[Json]], bool]:
+    return lambda budgets: budgets[0].get("status", {}).get("disruptionsAllowed") == count
+
+
+async def _evict(server: Server, name: str) -> None:
+    """As `kubectl drain` does."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
+    path = PODS.path(NAMESPACE, name) + "/eviction"
+    await server.client.request("POST", path, body=body)
 
 
 async def test_deleted_owners_take_their_pods_along(server: Server) -> None:
