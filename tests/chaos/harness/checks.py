@@ -91,6 +91,15 @@ def longest_gap_s(streams: Iterable[Streamed]) -> float:
     )
 
 
+def time_per_token_s(streams: Iterable[Streamed], start_s: float, end_s: float) -> list[float]:
+    """Of each stream whose tokens all came within a span of time: seconds from one to the next."""
+    return [
+        (stream.times_s[-1] - stream.times_s[0]) / (len(stream.times_s) - 1)
+        for stream in streams
+        if len(stream.times_s) > 1 and start_s <= stream.times_s[0] and stream.times_s[-1] <= end_s
+    ]
+
+
 def tokens_between(streams: Iterable[Streamed], start_s: float, end_s: float) -> int:
     """Tokens that arrived in a span of time."""
     return sum(start_s <= time_s < end_s for stream in streams for time_s in stream.times_s)

@@ -24,6 +24,7 @@ from tests.support.processes import Managed, free_port
 HOST = "127.0.0.1"
 EXPERT_WORKER = (*COMMAND, "expert-worker")
 _STOP_TIMEOUT_S = 20.0
+_TURN_S = 0.02  # of a slow one: more than a call takes, so that most calls meet a pause
 _REVIVAL_S = 0.05  # from a death to the next life, at most
 
 
@@ -98,6 +99,26 @@ class PoolWorker:
         """
         commands = f"kill -STOP {self.pid}; sleep {for_s}; kill -CONT {self.pid}"
         subprocess.run(["sh", "-c", commands], check=True, start_new_session=True)
+
+    @contextmanager
+    def slowed(self, share: float) -> Iterator[None]:
+        """Its threads run for so much of the time only, a little again and again."""
+        ended = threading.Event()
+
+        def take_turns() -> None:
+            while not ended.is_set():
+                os.kill(self.pid, signal.SIGSTOP)
+                ended.wait(_TURN_S * (1.0 - share))
+                os.kill(self.pid, signal.SIGCONT)
+                ended.wait(_TURN_S * share)
+
+        turns = threading.Thread(target=take_turns, name=f"slowed-{self.port}")
+        turns.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            turns.join()
 
     def stop(self) -> None:
         """Asks it to end; fails unless it does, with exit code 0, and leaves nothing behind."""
