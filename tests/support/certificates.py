@@ -33,12 +33,11 @@ class Authority:
     certificate: x509.Certificate
 
     @classmethod
-    def new(cls) -> Authority:
+    def new(cls, name: str = "test authority") -> Authority:
         """Nobody has seen it before."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = _name("test authority")
         basic = x509.BasicConstraints(ca=True, path_length=None)
-        builder = _builder(name, name, key).add_extension(basic, critical=True)
+        builder = _builder(_name(name), _name(name), key).add_extension(basic, critical=True)
         return cls(key, builder.sign(key, hashes.SHA256()))
 
     def issue(
@@ -48,8 +47,9 @@ class Authority:
         *,
         days: int = 1,
         purposes: Sequence[x509.ObjectIdentifier] = (),
+        trusted: Sequence[Authority] = (),
     ) -> TlsFiles:
-        """Puts a new certificate for a name and for 127.0.0.1, its key and this authority into a
+        """Puts a new certificate for a name and for 127.0.0.1, its key and an authority into a
         folder; files that are there are replaced at once, as a kubelet does.
 
         Args:
@@ -57,6 +57,7 @@ class Authority:
             name: Of whom.
             days: For which it is valid; it began two days ago.
             purposes: What alone it is to be used for; by default that is left open.
+            trusted: Whose certificates are taken from others; by default this one's.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.DNSName(name), x509.IPAddress(_LOOPBACK)])
@@ -73,8 +74,14 @@ class Authority:
         return TlsFiles(
             cert=_replace(folder / "tls.crt", certificate.public_bytes(encoding)),
             key=_replace(folder / "tls.key", private),
-            ca=_replace(folder / "ca.crt", self.certificate.public_bytes(encoding)),
+            ca=trust(folder, trusted or (self,)),
         )
+
+
+def trust(folder: Path, authorities: Sequence[Authority]) -> str:
+    """Puts authorities into a folder, as a file that is replaced at once; its path."""
+    pems = (each.certificate.public_bytes(serialization.Encoding.PEM) for each in authorities)
+    return _replace(folder / "ca.crt", b"".join(pems))
 
 
 def mesh_flags(files: TlsFiles) -> tuple[str, ...]:

@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
+from expertmesh.transport import Plaintext, Transport
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
 from tests.support.api import Api
@@ -60,11 +59,23 @@ class ExpertProcess:
         return watch_once(self.address)
 
 
-def watch_once(address: str, *, timeout_s: float = 10.0) -> pb.WatchResponse:
-    """The first snapshot of an expert worker's Watch stream."""
-    with grpc.insecure_channel(address) as channel:
+_PLAINTEXT = Plaintext()
+
+
+def watch_once(
+    address: str, *, transport: Transport = _PLAINTEXT, wait: bool = True, timeout_s: float = 10.0
+) -> pb.WatchResponse:
+    """The first snapshot of an expert worker's Watch stream.
+
+    Args:
+        address: host:port.
+        transport: Makes the connection.
+        wait: Until there is one; else grpc.RpcError says why there is none.
+        timeout_s: Of all of it.
+    """
+    with transport.channel(address, ()) as channel:
         stream = rpc.ExpertServiceStub(channel).Watch(
-            pb.WatchRequest(), timeout=timeout_s, wait_for_ready=True
+            pb.WatchRequest(), timeout=timeout_s, wait_for_ready=wait
         )
         snapshot: pb.WatchResponse = next(stream)
         stream.cancel()
@@ -160,6 +171,7 @@ def start_expert_workers(
     port: int = 0,
     dtype: str = "float32",
     device: str = "cpu",
+    flags: Sequence[str] = (),
 ) -> list[ExpertProcess]:
     """Starts `expertmesh expert-worker` with each of these shares, all at the same time, and waits
     until they serve. The caller closes them.
@@ -170,6 +182,7 @@ def start_expert_workers(
             [
                 *(*COMMAND, "expert-worker", str(model), "--experts", share),
                 *("--dtype", dtype, "--port", str(port), "--device", device),
+                *flags,
             ],
             name=f"expert-worker {share}",
         )
@@ -198,9 +211,12 @@ def expert_workers(
     port: int = 0,
     dtype: str = "float32",
     device: str = "cpu",
+    flags: Sequence[str] = (),
 ) -> Iterator[list[ExpertProcess]]:
     """Expert workers that are stopped, and proven to stop cleanly, at the end."""
-    workers = start_expert_workers(model, shares, port=port, dtype=dtype, device=device)
+    workers = start_expert_workers(
+        model, shares, port=port, dtype=dtype, device=device, flags=flags
+    )
     with ExitStack() as stack:
         for worker in workers:
             stack.enter_context(_stopped_cleanly(worker.process, (worker.port,)))
