@@ -104,7 +104,7 @@ class ClusterApi:
         try:
             return _parsed(await _in_time(response.read(), deadline_s))
         finally:
-            response.release()
+            _let_go(response)
 
     async def events(
         self, path: str, query: Mapping[str, str], *, timeout_s: float
@@ -127,7 +127,7 @@ class ClusterApi:
             while line := await _in_time(response.content.readline(), deadline_s):
                 yield _parsed(line)
         finally:
-            response.close()  # and not kept for later: its rest is of no use
+            _let_go(response)
 
     async def _send(
         self,
@@ -187,7 +187,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> ClusterError:
     except (TimeoutError, aiohttp.ClientError, OSError):
         content = b""
     finally:
-        response.release()
+        _let_go(response)
     message = _status_message(content) or response.reason or "no reason given"
     after = response.headers.get("Retry-After", "")
     return ClusterError(
@@ -195,6 +195,18 @@ async def _refusal(response: aiohttp.ClientResponse) -> ClusterError:
         status=response.status,
         retry_after_s=float(after) if after.isascii() and after.isdigit() else 0.0,
     )
+
+
+def _let_go(response: aiohttp.ClientResponse) -> None:
+    """Keeps the connection for later if the answer was read in full; else cuts it off at once.
+
+    Closing takes TLS a farewell of the other side, which may never come, and not before the loop
+    has ended.
+    """
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+    response.close()
 
 
 def _status_message(content: bytes) -> str:
