@@ -28,17 +28,13 @@ def no_leaks() -> Iterator[None]:
 def real_plane() -> Iterator[ControlPlane]:
     """A real control plane; only where there are binaries of one."""
     paths = binaries()
-    assert paths is not None
+    if paths is None:
+        pytest.skip("no binaries of a control plane are named")
     with control_plane(paths) as plane:
         yield plane
 
 
-_NEEDS_BINARIES = pytest.mark.skipif(
-    binaries() is None, reason="no binaries of a control plane are named"
-)
-
-
-@pytest.fixture(params=["fake", pytest.param("real", marks=_NEEDS_BINARIES)])
+@pytest.fixture(params=["fake", "real"])
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
     """Each server in turn, without objects of earlier tests."""
     is_fake = request.param == "fake"

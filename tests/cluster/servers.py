@@ -8,14 +8,20 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from tests.support.kube.access import Access, token_of
 from tests.support.kube.api_server import FakeApiServer, kubeconfig
 from tests.support.kube.client import KubeClient
 from tests.support.kube.control_plane import TOKEN, ControlPlane
 from tests.support.kube.controllers.loop import Controllers
 from tests.support.kube.resources import (
     CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
+    LEASES,
     NODES,
     PODS,
+    ROLE_BINDINGS,
+    ROLES,
+    SERVICE_ACCOUNTS,
     SERVICES,
     STATEFUL_SETS,
     Json,
@@ -24,6 +30,16 @@ from tests.support.kube.resources import (
 
 NAMESPACE = "default"
 _TIMEOUT_S = 30.0
+_TOKEN_REQUEST = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+_EMPTIED = (
+    STATEFUL_SETS,
+    DISRUPTION_BUDGETS,
+    CONFIG_MAPS,
+    LEASES,
+    ROLE_BINDINGS,
+    ROLES,
+    SERVICE_ACCOUNTS,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,8 @@ class Server:
     """Has it forget the history of changes."""
     kubeconfig: str
     """Text of a file that leads kubectl to it."""
+    kubeconfig_of: Callable[[str], Awaitable[str]]
+    """Text of a file for a service account, which may do what its Roles say."""
 
     async def wait(self, resource: Resource, condition: Callable[[list[Json]], bool]) -> list[Json]:
         """All objects of a kind, once they are so."""
@@ -59,11 +77,15 @@ async def fake_server() -> AsyncIterator[Server]:
         Controllers(api.store),
         KubeClient(api.url) as client,
     ):
+        api.faults.append(Access(api.store).check)
 
         async def forget() -> None:
             api.gone()
 
-        yield Server(client, forget, kubeconfig(api.url, NAMESPACE, ""))
+        async def kubeconfig_of(account: str) -> str:
+            return kubeconfig(api.url, NAMESPACE, token_of(NAMESPACE, account))
+
+        yield Server(client, forget, kubeconfig(api.url, NAMESPACE, ""), kubeconfig_of)
 
 
 @asynccontextmanager
@@ -72,9 +94,15 @@ async def real_server(plane: ControlPlane) -> AsyncIterator[Server]:
     async with KubeClient(plane.url, TOKEN) as client:
         try:
             restart = partial(asyncio.to_thread, plane.restart_server)
-            yield Server(client, restart, plane.kubeconfig)
+
+            async def kubeconfig_of(account: str) -> str:
+                path = SERVICE_ACCOUNTS.path(NAMESPACE, account) + "/token"
+                made = await client.request("POST", path, body=_TOKEN_REQUEST)
+                return plane.kubeconfig(made["status"]["token"])
+
+            yield Server(client, restart, plane.kubeconfig(), kubeconfig_of)
         finally:
-            for resource in (STATEFUL_SETS, CONFIG_MAPS):
+            for resource in _EMPTIED:
                 await client.request("DELETE", resource.path(NAMESPACE))
             await client.request("DELETE", PODS.path(NAMESPACE), body={"gracePeriodSeconds": 0})
             await client.request("DELETE", NODES.path())

@@ -54,7 +54,7 @@ class ControlPlane:
         make = ["openssl", "genrsa", "-out", str(key), "2048"]
         subprocess.run(make, check=True, capture_output=True, timeout=_START_S)
         (self._folder / "tokens.csv").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
-        (self._folder / "kubeconfig").write_text(self.kubeconfig)
+        (self._folder / "kubeconfig").write_text(self.kubeconfig())
         peer = f"http://127.0.0.1:{free_port()}"
         self._run(
             "ETCD_BIN",
@@ -96,7 +96,7 @@ class ControlPlane:
             f"--service-account-issuer={self.url}",
             "--service-cluster-ip-range=10.96.0.0/16",
             "--disable-admission-plugins=ServiceAccount",
-            "--authorization-mode=AlwaysAllow",
+            "--authorization-mode=RBAC",
         )
         poll(self._is_ready, timeout_s=_START_S, what="the API server is ready")
 
@@ -129,16 +129,15 @@ class ControlPlane:
         except (urllib.error.URLError, OSError):
             return False
 
-    @property
-    def kubeconfig(self) -> str:
-        """Text of a file for the administrator."""
+    def kubeconfig(self, token: str = TOKEN) -> str:
+        """Text of a file for who has a token: the administrator, or another one."""
         cluster = {"server": self.url, "insecure-skip-tls-verify": True}
         return yaml.safe_dump(
             {
                 "apiVersion": "v1",
                 "kind": "Config",
                 "clusters": [{"name": "test", "cluster": cluster}],
-                "users": [{"name": "test", "user": {"token": TOKEN}}],
+                "users": [{"name": "test", "user": {"token": token}}],
                 "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
                 "current-context": "test",
             }

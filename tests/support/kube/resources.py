@@ -60,6 +60,7 @@ PODS = Resource(
 SERVICES = Resource("", "v1", "services", "Service", ("svc",), subresources=("status",))
 CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap", ("cm",))
 SECRETS = Resource("", "v1", "secrets", "Secret")
+SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount", ("sa",))
 DEPLOYMENTS = Resource(
     "apps", "v1", "deployments", "Deployment", ("deploy",), True, ("status", "scale"),
     has_generation=True,
@@ -84,7 +85,7 @@ RESOURCES = (
     SERVICES,
     CONFIG_MAPS,
     SECRETS,
-    Resource("", "v1", "serviceaccounts", "ServiceAccount", ("sa",)),
+    SERVICE_ACCOUNTS,
     Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", ("pvc",)),
     Resource("", "v1", "events", "Event", ("ev",)),
     DEPLOYMENTS,
