@@ -119,9 +119,12 @@ class ControlPlane:
             process.wait(_END_S)
 
     def _is_ready(self) -> bool:
-        request = urllib.request.Request(
-            f"{self.url}/readyz", headers={"Authorization": f"Bearer {TOKEN}"}
-        )
+        # It makes the namespace after it says that it is ready.
+        return all(map(self._answers, ("/readyz", "/api/v1/namespaces/default")))
+
+    def _answers(self, path: str) -> bool:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        request = urllib.request.Request(self.url + path, headers=headers)
         context = ssl._create_unverified_context()
         try:
             with urllib.request.urlopen(request, timeout=2.0, context=context) as response:
