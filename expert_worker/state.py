@@ -342,6 +342,7 @@ class WorkerState:
                 resident=held.resident,
                 retiring=held.retiring,
                 pairs=pairs_LE[layer, list(held.resident)].tolist(),
+                fingerprints=held.fingerprints,
             )
             for layer, held in self.store.residency().items()
         ]

@@ -17,23 +17,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from expertmesh.checkpoint import Checkpoint, CodedExpert
+from expert_worker.expert_reader import ExpertReader
+from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import ExpertMeshError, SettingsError
 from expertmesh.expert_plan import ExpertPlan, plan_experts
-from expertmesh.formats.coded import CodedMatrix, CodeName, quantize_int4, quantize_int8
+from expertmesh.formats.coded import CodeName
 from expertmesh.formats.keep import Coding
-from expertmesh.host_tensor import HostTensor, to_float32
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.settings import ExpertDtype
-from expertmesh_kernels.grouped_mlp import (
-    ExpertTable,
-    ExpertWeights,
-    pack_coded_expert,
-    pack_expert,
-)
-from expertmesh_kernels.host import TORCH_DTYPES, find_device, to_torch
+from expertmesh_kernels.grouped_mlp import ExpertTable
+from expertmesh_kernels.host import TORCH_DTYPES, find_device
 from expertmesh_kernels.linear import packed_like
 
 logger = logging.getLogger(__name__)
@@ -64,6 +58,8 @@ class LayerResidency:
     """May be used."""
     retiring: tuple[int, ...]
     """Still answer, but are to be used no more."""
+    fingerprints: tuple[int, ...]
+    """Of the resident ones: of the bytes that they were read from."""
 
 
 class ExpertStore:
@@ -92,6 +88,9 @@ class ExpertStore:
         self.num_slots = count_experts(self.config) if num_slots is None else num_slots
         self.plan = plan_experts(checkpoint, expert_dtype, dtype)
         self._codings = self._kept_codings()
+        self._reader = ExpertReader(checkpoint, self.plan, self._codings, dtype, self.device)
+        # Of all that was ever loaded; an expert's is there before the expert is.
+        self._fingerprints: dict[tuple[int, int], int] = {}
         itemsize = TORCH_DTYPES[dtype].itemsize
         plan = self.plan if self._codings else ExpertPlan(dtype)
         self.bytes_per_expert = plan.expert_nbytes(self.config, itemsize)
@@ -188,7 +187,8 @@ class ExpertStore:
             if snapshot.weights:
                 retiring = tuple(sorted(snapshot.retiring))
                 resident = tuple(sorted(snapshot.weights.keys() - snapshot.retiring))
-                found[layer] = LayerResidency(resident, retiring)
+                fingerprints = tuple(self._fingerprints[layer, expert] for expert in resident)
+                found[layer] = LayerResidency(resident, retiring, fingerprints)
         return found
 
     def lease(self, layer: int) -> Lease:
@@ -279,53 +279,17 @@ class ExpertStore:
 
     def _read_into_slot(self, layer: int, expert: int) -> None:
         try:
-            weights = self._read(layer, expert)
+            loaded = self._reader.read(layer, expert)
         except BaseException:
             with self._lock:
                 self._num_reserved -= 1
             raise
         with self._lock:
             self._num_reserved -= 1
+            self._fingerprints[layer, expert] = loaded.fingerprint
             snapshot = self._layers[layer]
-            experts = ExpertTable({**snapshot.weights, expert: weights})
+            experts = ExpertTable({**snapshot.weights, expert: loaded.weights})
             self._replace(layer, experts, snapshot.retiring - {expert})
-
-    def _read(self, layer: int, expert: int) -> ExpertWeights:
-        if layer in self._codings:
-            coded = self._read_coded(layer, expert)
-            return pack_coded_expert(
-                coded.gate_up,
-                coded.down,
-                self._optional(coded.gate_up_bias),
-                self._optional(coded.down_bias),
-                dtype=TORCH_DTYPES[self.dtype],
-            )
-        tensors = self.checkpoint.read_expert(layer, expert)
-        return pack_expert(
-            self._tensor(tensors.gate_up),
-            self._tensor(tensors.down),
-            self._optional(tensors.gate_up_bias),
-            self._optional(tensors.down_bias),
-        )
-
-    def _read_coded(self, layer: int, expert: int) -> CodedExpert:
-        """An expert as it is stored, or quantised now."""
-        if self.plan.on_load is None:
-            return self.checkpoint.read_coded_expert(layer, expert)
-        tensors, coding = self.checkpoint.read_expert(layer, expert), self.plan.on_load
-        return CodedExpert(
-            _quantized(tensors.gate_up, coding),
-            _quantized(tensors.down, coding),
-            tensors.gate_up_bias,
-            tensors.down_bias,
-        )
-
-    def _tensor(self, tensor: HostTensor) -> Tensor:
-        """A tensor on the device, in the type of the store."""
-        return to_torch(tensor.data, tensor.dtype, TORCH_DTYPES[self.dtype]).to(self.device)
-
-    def _optional(self, tensor: HostTensor | None) -> Tensor | None:
-        return None if tensor is None else self._tensor(tensor)
 
     def _replace(self, layer: int, weights: ExpertTable, retiring: frozenset[int]) -> None:
         """Swaps the snapshot of a layer. The lock is held."""
@@ -356,13 +320,6 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         """They are used no more."""
         self._store._end_lease(self._snapshot)
-
-
-def _quantized(tensor: HostTensor, coding: Coding) -> CodedMatrix:
-    weight = to_float32(tensor.data, tensor.dtype)
-    if coding.kind == "int8":
-        return quantize_int8(weight)
-    return quantize_int4(weight, coding.group)
 
 
 def count_experts(config: ModelConfig) -> int:

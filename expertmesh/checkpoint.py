@@ -26,7 +26,7 @@ from expertmesh.parameter_source import ParameterSource
 from expertmesh.safetensors_file import DTYPE_NAMES, Extent, ReadInto, SafetensorsFile, pread_into
 from expertmesh.shards import open_shards
 from expertmesh.tokenizer_files import read_chat_template, read_special_tokens
-from expertmesh.weight_storage import FileTensor, PlainWeight
+from expertmesh.weight_storage import FileTensor, OnBytes, PlainWeight, unheard
 
 __all__ = ["FINGERPRINT_BYTES", "Checkpoint", "CodedExpert", "ExpertTensors", "HostTensor"]
 
@@ -150,8 +150,13 @@ class Checkpoint:
         """Bytes of all attention parameters as stored."""
         return sum(source.nbytes for source in self._inventory.parameters.values())
 
-    def read_expert(self, layer: int, expert: int) -> ExpertTensors:
+    def read_expert(self, layer: int, expert: int, on_bytes: OnBytes = unheard) -> ExpertTensors:
         """One expert's weights; reads only its bytes, from stacked tensors too.
+
+        Args:
+            layer: Of the model.
+            expert: Of the layer.
+            on_bytes: Told of what is read, always in the same order.
 
         Raises:
             CheckpointError: the file was truncated meanwhile, or holds NaN or infinity.
@@ -159,10 +164,10 @@ class Checkpoint:
         """
         source = self._inventory.experts[layer, expert]
         return ExpertTensors(
-            source.gate_up.read(),
-            source.down.read(),
-            _read_optional(source.gate_up_bias),
-            _read_optional(source.down_bias),
+            source.gate_up.read(on_bytes),
+            source.down.read(on_bytes),
+            _read_optional(source.gate_up_bias, on_bytes),
+            _read_optional(source.down_bias, on_bytes),
         )
 
     def expert_formats(self) -> tuple[str, ...]:
@@ -182,8 +187,15 @@ class Checkpoint:
         }
         return found.pop() if len(found) == 1 else None
 
-    def read_coded_expert(self, layer: int, expert: int) -> CodedExpert:
+    def read_coded_expert(
+        self, layer: int, expert: int, on_bytes: OnBytes = unheard
+    ) -> CodedExpert:
         """One expert's weights as they are stored; its layer has a coding.
+
+        Args:
+            layer: Of the model.
+            expert: Of the layer.
+            on_bytes: Told of what is read, in the same order as by `read_expert`.
 
         Raises:
             CheckpointError: As for `read_expert`.
@@ -191,10 +203,10 @@ class Checkpoint:
         """
         source = self._inventory.experts[layer, expert]
         return CodedExpert(
-            source.gate_up.read_coded(),
-            source.down.read_coded(),
-            _read_optional(source.gate_up_bias),
-            _read_optional(source.down_bias),
+            source.gate_up.read_coded(on_bytes),
+            source.down.read_coded(on_bytes),
+            _read_optional(source.gate_up_bias, on_bytes),
+            _read_optional(source.down_bias, on_bytes),
         )
 
     def stored_tensor(self, name: str) -> HostTensor:
@@ -218,8 +230,8 @@ class Checkpoint:
             file.close()
 
 
-def _read_optional(source: ParameterSource | None) -> HostTensor | None:
-    return None if source is None else source.read()
+def _read_optional(source: ParameterSource | None, on_bytes: OnBytes) -> HostTensor | None:
+    return None if source is None else source.read(on_bytes)
 
 
 def _check_tied(embed: HostTensor, source: ParameterSource) -> None:

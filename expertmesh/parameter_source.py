@@ -13,7 +13,7 @@ from expertmesh.formats.storage import QuantizedWeight
 from expertmesh.host_tensor import Array, HostTensor, common_dtype, is_finite, widen
 from expertmesh.model_config import DtypeName
 from expertmesh.safetensors_file import STORAGE
-from expertmesh.weight_storage import Shape, StoredWeight
+from expertmesh.weight_storage import OnBytes, Shape, StoredWeight, unheard
 
 _BLOCK = 64
 """Columns that are transposed at a time."""
@@ -77,8 +77,11 @@ class ParameterSource:
         """Bytes in the files."""
         return sum(weight.nbytes(self.index) for weight in self.weights)
 
-    def read(self) -> HostTensor:
+    def read(self, on_bytes: OnBytes = unheard) -> HostTensor:
         """The parameter, in new memory.
+
+        Args:
+            on_bytes: Told of what is read, always in the same order.
 
         Raises:
             CheckpointError: a weight cannot be read, or holds NaN or infinity.
@@ -88,7 +91,7 @@ class ParameterSource:
         for weight in self.weights:
             stored = weight.shape if self.index is None else weight.shape[1:]
             stop = start + self.arrangement.num_rows(stored)
-            self._fill(weight, data[start:stop])
+            self._fill(weight, data[start:stop], on_bytes)
             start = stop
         assert start == self.shape[0], f"{self.weights[0].name}: {start} rows of {self.shape}"
         return HostTensor(data, self.dtype)
@@ -105,14 +108,17 @@ class ParameterSource:
         alike = weight.codec.transposed == self.arrangement.transposed
         return weight.coding if alike else None
 
-    def read_coded(self) -> CodedMatrix:
+    def read_coded(self, on_bytes: OnBytes = unheard) -> CodedMatrix:
         """The parameter as it is stored, for kernels; it has a coding.
+
+        Args:
+            on_bytes: Told of what is read, in the same order as by `read`.
 
         Raises:
             CheckpointError: a weight cannot be read, or holds NaN or infinity.
         """
         parts = [
-            weight.read_coded(self.index)
+            weight.read_coded(self.index, on_bytes)
             for weight in self.weights
             if isinstance(weight, QuantizedWeight)
         ]
@@ -127,9 +133,9 @@ class ParameterSource:
         count = len(matrix.codes)
         return matrix.rows(np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]))
 
-    def _fill(self, weight: StoredWeight, rows: Array) -> None:
+    def _fill(self, weight: StoredWeight, rows: Array, on_bytes: OnBytes) -> None:
         direct = self.arrangement == AS_STORED and weight.dtype == self.dtype
-        data = weight.read(self.index, rows if direct else None)
+        data = weight.read(self.index, rows if direct else None, on_bytes)
         if not direct:
             self.arrangement.place(widen(data, weight.dtype, self.dtype), rows)
         if not is_finite(rows, self.dtype):

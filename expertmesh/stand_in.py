@@ -20,7 +20,14 @@ from expertmesh.host_tensor import Array
 from expertmesh.inventory import take_inventory
 from expertmesh.model_config import DtypeName, LayerConfig, ModelConfig, MoeFfnConfig
 from expertmesh.safetensors_file import STORAGE
-from expertmesh.weight_storage import Shape, StoredWeight, TensorFiles, Weight
+from expertmesh.weight_storage import (
+    OnBytes,
+    Shape,
+    StoredWeight,
+    TensorFiles,
+    Weight,
+    unheard,
+)
 
 _WIDTH = 256
 """Of what is wider: hidden states, intermediate activations, the vocabulary."""
@@ -50,9 +57,11 @@ class StandIn(Checkpoint):
         """As in the original."""
         return self._codings[layer]
 
-    def read_coded_expert(self, layer: int, expert: int) -> CodedExpert:
+    def read_coded_expert(
+        self, layer: int, expert: int, on_bytes: OnBytes = unheard
+    ) -> CodedExpert:
         """Codes of zeros, as the original codes its experts."""
-        coding, tensors = self.expert_coding(layer), self.read_expert(layer, expert)
+        coding, tensors = self.expert_coding(layer), self.read_expert(layer, expert, on_bytes)
         assert coding is not None, f"layer {layer} has plain experts"
         return CodedExpert(
             _zero_codes(coding, tensors.gate_up.shape),
@@ -122,11 +131,14 @@ class _ZeroWeight:
         shape = self.shape if index is None else self.shape[1:]
         return int(np.prod(shape)) * STORAGE[self.dtype].itemsize
 
-    def read(self, index: int | None = None, out: Array | None = None) -> Array:
+    def read(
+        self, index: int | None = None, out: Array | None = None, on_bytes: OnBytes = unheard
+    ) -> Array:
         """Zeros."""
         shape = self.shape if index is None else self.shape[1:]
         found = np.empty(shape, STORAGE[self.dtype]) if out is None else out
         found[...] = 0
+        on_bytes(found.reshape(-1).view(np.uint8))
         return found
 
 

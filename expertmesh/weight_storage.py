@@ -7,12 +7,13 @@ read. Whatever no weight takes is left over, and refused by the inventory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Never, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from expertmesh.errors import CheckpointError
 from expertmesh.host_tensor import Array
@@ -26,6 +27,12 @@ from expertmesh.safetensors_file import (
 )
 
 Shape = tuple[int, ...]
+OnBytes = Callable[[npt.NDArray[np.uint8]], None]
+"""Told of the bytes of each tensor, or entry of one, as they are read from its file."""
+
+
+def unheard(data: npt.NDArray[np.uint8]) -> None:
+    """Nobody wants to know."""
 
 
 class StoredWeight(Protocol):
@@ -58,13 +65,17 @@ class StoredWeight(Protocol):
         """Bytes in the files, of all tensors that hold the weight or one entry of it."""
         ...
 
-    def read(self, index: int | None = None, out: Array | None = None) -> Array:
+    def read(
+        self, index: int | None = None, out: Array | None = None, on_bytes: OnBytes = unheard
+    ) -> Array:
         """The weight or one entry of it; reads the bytes of no other entry.
 
         Args:
             index: Entry along the first axis; None for all.
             out: Contiguous place for the result, in the storage form of `dtype`; without it the
                 result is a new array, of any strides.
+            on_bytes: Told of the tensors that hold it, each once, in an order that is always the
+                same.
 
         Returns:
             `out`, or the new array; owned by the caller.
@@ -125,7 +136,11 @@ class FileTensor:
         return self.file.extent(self.name, index)
 
     def read(
-        self, dtype: np.dtype[np.generic], index: int | None = None, out: Array | None = None
+        self,
+        dtype: np.dtype[np.generic],
+        index: int | None = None,
+        out: Array | None = None,
+        on_bytes: OnBytes = unheard,
     ) -> Array:
         """Its data, or one entry along the first axis, as numpy elements of this type.
 
@@ -133,10 +148,13 @@ class FileTensor:
             dtype: Of as many bytes as the stored type.
             index: Entry along the first axis; None for all.
             out: Contiguous place for the result; a new array without it.
+            on_bytes: Told of the bytes.
         """
         shape = self.header.shape if index is None else self.header.shape[1:]
         data = np.empty(shape, dtype) if out is None else out
-        self.file.fill(self.extent(index), data.reshape(-1).view(np.uint8).data)
+        stored = data.reshape(-1).view(np.uint8)
+        self.file.fill(self.extent(index), stored.data)
+        on_bytes(stored)
         return data
 
     def fail(self, expected: str, found: object) -> Never:
@@ -227,9 +245,11 @@ class PlainWeight:
         """Bytes of the tensor or of one entry."""
         return self.tensor.extent(index).nbytes
 
-    def read(self, index: int | None = None, out: Array | None = None) -> Array:
+    def read(
+        self, index: int | None = None, out: Array | None = None, on_bytes: OnBytes = unheard
+    ) -> Array:
         """The tensor or one entry."""
-        return self.tensor.read(STORAGE[self.dtype], index, out)
+        return self.tensor.read(STORAGE[self.dtype], index, out, on_bytes)
 
 
 class PlainStorage:

@@ -22,10 +22,12 @@ from expertmesh.safetensors_file import DTYPE_NAMES
 from expertmesh.weight_storage import (
     PLAIN,
     FileTensor,
+    OnBytes,
     Shape,
     StoredWeight,
     TensorFiles,
     Weight,
+    unheard,
 )
 
 OUTPUT = "lm_head"
@@ -164,11 +166,13 @@ class QuantizedWeight:
         """Bytes of all tensors."""
         return sum(tensor.extent(index).nbytes for tensor in self.tensors)
 
-    def read(self, index: int | None = None, out: Array | None = None) -> Array:
+    def read(
+        self, index: int | None = None, out: Array | None = None, on_bytes: OnBytes = unheard
+    ) -> Array:
         """The weight or one entry, decoded."""
         shape = self.shape if index is None else self.shape[1:]
         assert len(shape) == 2, f"{self.name}: read by entry"
-        parts = [_read_part(tensor, index) for tensor in self.tensors]
+        parts = [_read_part(tensor, index, on_bytes) for tensor in self.tensors]
         self._check_scales(parts)
         if out is None or self.codec.transposed:
             decoded = self._decode(parts, np.empty(_coded_shape(shape, self.codec), np.float32))
@@ -185,14 +189,14 @@ class QuantizedWeight:
         transposed, its columns; None if none does."""
         return coding_of(self.codec)
 
-    def read_coded(self, index: int | None = None) -> CodedMatrix:
-        """The weight or one entry, not decoded.
+    def read_coded(self, index: int | None = None, on_bytes: OnBytes = unheard) -> CodedMatrix:
+        """The weight or one entry, not decoded; tells of its bytes as `read` does.
 
         Raises:
             CheckpointError: As for `read`, or a code stands for NaN.
         """
         shape = self.shape if index is None else self.shape[1:]
-        parts = [_read_part(tensor, index) for tensor in self.tensors]
+        parts = [_read_part(tensor, index, on_bytes) for tensor in self.tensors]
         self._check_scales(parts)
         rows, columns = _coded_shape(shape, self.codec)
         try:
@@ -227,6 +231,6 @@ class QuantizedWeight:
                 )
 
 
-def _read_part(tensor: FileTensor, index: int | None) -> PartData:
+def _read_part(tensor: FileTensor, index: int | None, on_bytes: OnBytes) -> PartData:
     code = tensor.header.dtype_code
-    return PartData(tensor.read(NUMPY_TYPES[code], index), code)
+    return PartData(tensor.read(NUMPY_TYPES[code], index, on_bytes=on_bytes), code)

@@ -220,16 +220,18 @@ class Capacity(_message.Message):
     def __init__(self, expert_slots: _Optional[int] = ..., used_expert_slots: _Optional[int] = ..., bytes_per_expert: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
 
 class LayerExperts(_message.Message):
-    __slots__ = ("layer", "resident", "retiring", "pairs")
+    __slots__ = ("layer", "resident", "retiring", "pairs", "fingerprints")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
     RETIRING_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     resident: _containers.RepeatedScalarFieldContainer[int]
     retiring: _containers.RepeatedScalarFieldContainer[int]
     pairs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[int] = ..., resident: _Optional[_Iterable[int]] = ..., retiring: _Optional[_Iterable[int]] = ..., pairs: _Optional[_Iterable[int]] = ...) -> None: ...
+    fingerprints: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., resident: _Optional[_Iterable[int]] = ..., retiring: _Optional[_Iterable[int]] = ..., pairs: _Optional[_Iterable[int]] = ..., fingerprints: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadCounters(_message.Message):
     __slots__ = ("calls", "errors", "rows", "pairs", "compute_us", "queued_calls", "streams", "queue_us", "calls_by_wait", "uptime_us")

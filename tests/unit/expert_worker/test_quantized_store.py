@@ -13,6 +13,7 @@ import torch
 from expert_worker.store import ExpertStore
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.errors import CheckpointError, SettingsError
+from expertmesh.expert_fingerprint import read_fingerprint
 from expertmesh.expert_plan import plan_experts
 from expertmesh.families.config_reader import Json
 from expertmesh.model_config import SILU
@@ -55,6 +56,7 @@ def test_what_a_kernel_takes_is_kept(
     assert (kept.plan.name, expanded.plan.name) == (name, "float32")
     for store in (kept, expanded):
         store.load(1, 3)
+        assert store.residency()[1].fingerprints == (read_fingerprint(checkpoint, 1, 3),)
         assert store.bytes_per_expert <= store.resident_bytes
     assert kept.bytes_per_expert < expanded.bytes_per_expert / 2
     with kept.lease(1) as ours, expanded.lease(1) as theirs:

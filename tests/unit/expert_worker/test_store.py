@@ -10,6 +10,7 @@ import torch
 
 from expert_worker.store import ExpertStore, ExpertStoreError, LayerResidency
 from expertmesh.checkpoint import Checkpoint
+from expertmesh.expert_fingerprint import read_fingerprint
 from expertmesh.model_tools.make_tiny import make_tiny
 from expertmesh.safetensors_file import pread_into
 from expertmesh_kernels.grouped_mlp import ExpertWeights
@@ -97,11 +98,12 @@ def test_life_of_an_expert(store: ExpertStore) -> None:
 
     store.on_change = note
     store.load(1, 2)
-    assert store.residency() == {1: LayerResidency((2,), ())}
+    there = {1: LayerResidency((2,), (), (read_fingerprint(store.checkpoint, 1, 2),))}
+    assert store.residency() == there
     assert store.retire(1, 2)
-    assert store.residency() == {1: LayerResidency((), (2,))}
+    assert store.residency() == {1: LayerResidency((), (2,), ())}
     store.load(1, 2)
-    assert store.residency() == {1: LayerResidency((2,), ())}
+    assert store.residency() == there
     with pytest.raises(ExpertStoreError, match="loaded again"):
         store.unload(1, 2, TIMEOUT_S)
     store.retire(1, 2)
