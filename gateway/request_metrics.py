@@ -317,6 +317,11 @@ class MeshCollector(_ReadWhenScraped):
         yield GaugeMetricFamily(
             "moe_uncovered_experts", "(layer, expert) pairs without a usable copy", uncovered
         )
+        yield CounterMetricFamily(
+            "moe_wrong_expert_copies",
+            "Copies of experts with other bytes than this gateway's checkpoint, found and left out",
+            mesh.num_wrong_copies,
+        )
         yield GaugeMetricFamily("moe_placement_version", "Epoch of the expert map", mesh.epoch)
         yield GaugeMetricFamily("moe_ready", "1 if requests can be served", float(mesh.ready))
         info = GaugeMetricFamily("moe_build_info", "Always 1", labels=("version",))

@@ -2,7 +2,7 @@
 
     main thread    event loop: HTTP and gRPC APIs, signals
     engine-N       scheduler and output streams of an attention worker
-    membership     expert maps; watch-<address>: one expert worker each
+    membership     expert maps; watch-<address>: one expert worker each; arbiter: disputes
     placement      as leader, orders to expert workers; election: who leads
     scaling        as leader, asks for more or fewer expert workers; not by default
     attention-*    streams to the attention workers, child processes
@@ -35,6 +35,7 @@ from gateway.attention.group import AttentionGroup
 from gateway.engine.engine import Engine
 from gateway.engine.engine_pool import EnginePool
 from gateway.engine.inquiry import InquiryTurn
+from gateway.mesh.arbiter import CheckpointArbiter, NoArbiter
 from gateway.mesh.discovery import Discovery, StaticDiscovery
 from gateway.mesh.discovery_metrics import DiscoveryCollector
 from gateway.mesh.discovery_setup import make_discovery
@@ -192,9 +193,7 @@ class Gateway:
 
     def _watch_experts(self, checkpoint: Checkpoint) -> Membership:
         served = ServedIdentity(
-            checkpoint.name,
-            checkpoint.fingerprint,
-            self._dtype(checkpoint),
+            *(checkpoint.name, checkpoint.fingerprint, self._dtype(checkpoint)),
             expert_dtype=self._expert_plan(checkpoint).name,
             max_step_tokens=self._settings.engine.max_num_batched_tokens,
         )
@@ -206,6 +205,7 @@ class Gateway:
             allow_degraded=self._settings.mesh.allow_degraded,
             hands_over=self._settings.mesh.placement == "auto",
             transport=self._transport,
+            arbiter=NoArbiter() if self._colocated(checkpoint) else CheckpointArbiter(checkpoint),
         )
         membership.subscribe(self._use_map)
         return membership

@@ -99,6 +99,11 @@ def _shown(report: Json) -> list[str]:
         )
         for worker in report["workers"]
     ]
+    lines += [
+        f"{worker['worker_id']} has wrong bytes of layer {layer}: {_ranges(experts)}"
+        for worker in report["workers"]
+        for layer, experts in worker["wrong"].items()
+    ]
     return lines + [
         f"order: {order['worker_id']} is to {order['kind']} {order['num_experts']} experts"
         for order in report["orders"]

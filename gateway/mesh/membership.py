@@ -1,11 +1,13 @@
 """Which expert workers can be used, folded into an expert map and a status.
 
 Expert workers are the truth about what they hold. One is in the map if it is discovered, its Watch
-stream is alive, and protocol revision, model and dtype are ours; retiring experts are left out. One
-that drains is marked as leaving: it is asked only for what nobody else holds.
+stream is alive, and protocol revision, model and dtype are ours; retiring experts are left out, and
+copies whose bytes are not those of others (`gateway.mesh.copy_judge`). One that drains is marked as
+leaving: it is asked only for what nobody else holds.
 
 Threads: `membership` owns everything here and is the only one to make maps; `watch-<address>`, one
-per expert worker, only report to it. Maps and statuses are immutable and replaced whole.
+per expert worker, and `arbiter` only report to it. Maps and statuses are immutable and replaced
+whole.
 """
 
 from __future__ import annotations
@@ -14,31 +16,32 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from expertmesh.model_config import ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.transport import Plaintext, Transport
 from expertmesh.v1 import expert_service_pb2 as pb
-from gateway.mesh.discovery import Discovery, Endpoint, Endpoints
+from gateway.mesh.arbiter import Answer, Arbiter, NoArbiter
+from gateway.mesh.copy_judge import CopyJudge
+from gateway.mesh.discovery import Discovery, Endpoints
 from gateway.mesh.expert_watcher import ExpertWatcher
+from gateway.mesh.member import Member
 from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
 from gateway.mesh.worker_report import (
     KnownWorker,
     ServedIdentity,
     WorkerReport,
     read_snapshot,
-    with_endpoint,
 )
+from gateway.placement.expert_load import life_of
 
 __all__ = ["ExpertWorkerState", "ExpertWorkerStatus", "Membership", "MeshStatus", "ServedIdentity"]
 
 logger = logging.getLogger("gateway.membership")
 
 HEARTBEAT_S = 1.0
-START_PATIENCE_S = 3.0
-"""An address that does not answer is named in the log after this time, in the status at once."""
 COPIES_INTERVAL_S = 0.25
 """Between two maps that differ by further copies only."""
 _CHECKS_PER_HEARTBEAT = 4
@@ -46,56 +49,6 @@ _JOIN_S = 2.0
 
 MapListener = Callable[[ExpertMap], None]
 NewsListener = Callable[[], None]
-
-
-@dataclass
-class _Member:
-    """One discovered address."""
-
-    watcher: ExpertWatcher
-    endpoint: Endpoint
-    """What discovery says of it."""
-    heard: WorkerReport
-    """What it says of itself."""
-    since_s: float
-    """When it was discovered, on the monotonic clock."""
-    numerics: bytes = b""
-    logged: tuple[str, ...] = ()
-    """What the log says of it."""
-    report: WorkerReport = field(init=False)
-    """Both together."""
-
-    def __post_init__(self) -> None:
-        """Puts both together."""
-        self.hear(self.heard)
-
-    def hear(self, heard: WorkerReport) -> None:
-        """It said something, or nothing comes any more."""
-        self.heard, self.report = heard, with_endpoint(heard, self.endpoint)
-
-    def find(self, endpoint: Endpoint) -> None:
-        """Discovery says something else of the same address."""
-        self.endpoint, self.report = endpoint, with_endpoint(self.heard, endpoint)
-
-    @property
-    def status(self) -> ExpertWorkerStatus:
-        """As its watcher sees it."""
-        return self.report.status
-
-    @property
-    def entry(self) -> ExpertWorkerEntry | None:
-        """Of the expert map, if it can be used."""
-        return self.report.entry
-
-    def news(self, now_s: float) -> bool:
-        """True if the log should say more; a start is given time before it counts as missing."""
-        status = self.status
-        facts = (status.state, status.message, status.worker_id)
-        starting = not self.logged and status.state is ExpertWorkerState.UNREACHABLE
-        if facts == self.logged or (starting and now_s - self.since_s < START_PATIENCE_S):
-            return False
-        self.logged = facts
-        return True
 
 
 class Membership:
@@ -109,6 +62,8 @@ class Membership:
         allow_degraded: Requests are served without the experts that nobody holds.
         hands_over: A leader moves experts, so that expert workers that drain are to wait for it.
         heartbeat_s: Longest time between two snapshots of an expert worker.
+        transport: Connects to them; plain text by default.
+        arbiter: Knows who is right where copies of an expert differ.
     """
 
     def __init__(
@@ -122,8 +77,11 @@ class Membership:
         hands_over: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
         transport: Transport | None = None,
+        arbiter: Arbiter | None = None,
     ) -> None:
         self._transport = transport or Plaintext()
+        self._arbiter = arbiter or NoArbiter()
+        self._judge = CopyJudge(self._arbiter.ask)
         self._discovery = discovery
         self._served = served
         self._config = config
@@ -131,7 +89,7 @@ class Membership:
         self._allow_degraded = allow_degraded
         self._hands_over = hands_over
         self._heartbeat_s = heartbeat_s
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._listeners: list[MapListener] = []
         self._news_listeners: list[NewsListener] = []
         # At most one report per address and heartbeat, one more per change of an expert worker.
@@ -140,7 +98,7 @@ class Membership:
         self._map_s = 0.0
         self._known: tuple[KnownWorker, ...] = ()
         self._all_heard = False
-        self._status = self._make_status()
+        self._status = self._make_status({})
         self._mixed = False
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
@@ -173,11 +131,13 @@ class Membership:
     def start(self) -> None:
         """Starts discovery and watching."""
         self._thread.start()
+        self._arbiter.start(self._news.put)
         self._discovery.start(lambda endpoints: self._news.put(_Discovered(endpoints)))
 
     def stop(self) -> None:
         """Ends discovery and watching; no thread is left."""
         self._discovery.stop()
+        self._arbiter.stop()
         self._news.put(None)
         if self._thread.ident is not None:
             self._thread.join(2 * _JOIN_S)
@@ -203,6 +163,8 @@ class Membership:
     def _take(self, news: _News) -> None:
         if isinstance(news, _Discovered):
             self._follow(news.endpoints)
+        elif isinstance(news, Answer):
+            self._judge.take(news)
         elif isinstance(news, _Report) and (member := self._members.get(news.address)):
             if isinstance(news.content, str):
                 self._lose(member, news.content)
@@ -227,7 +189,7 @@ class Membership:
             )
             state = ExpertWorkerState.UNREACHABLE
             report = WorkerReport(ExpertWorkerStatus("", address, state, "not reached yet"))
-            self._members[address] = _Member(watcher, endpoint, report, time.monotonic())
+            self._members[address] = Member(watcher, endpoint, report, time.monotonic())
             watcher.start()
 
     def _drop(self, addresses: set[str]) -> None:
@@ -241,12 +203,12 @@ class Membership:
         """In a watcher's thread."""
         self._news.put(_Report(address, content))
 
-    def _lose(self, member: _Member, reason: str) -> None:
+    def _lose(self, member: Member, reason: str) -> None:
         old = member.status
         state = ExpertWorkerState.UNREACHABLE
         member.hear(WorkerReport(ExpertWorkerStatus(old.worker_id, old.address, state, reason)))
 
-    def _read(self, member: _Member, snapshot: pb.WatchResponse) -> None:
+    def _read(self, member: Member, snapshot: pb.WatchResponse) -> None:
         address = member.status.address
         report = read_snapshot(snapshot, address, self._served, self._config)
         if report.entry is not None and (other := self._namesake(report.entry)) is not None:
@@ -266,17 +228,24 @@ class Membership:
 
     def _fold(self) -> None:
         """Makes the next map if anything routable changed, and the status in any case."""
-        entries = [m.entry for m in self._members.values() if m.entry is not None]
+        reports = self._judged()
+        entries = [report.entry for report in reports.values() if report.entry is not None]
         old, candidate = self._map, self._map.replaced(entries)
         changed = candidate.workers != old.workers and self._is_due(old, candidate)
         if changed:
             self._map, self._map_s = candidate, time.monotonic()
-        known = [m.report.known for m in self._members.values() if m.report.known is not None]
+        known = [report.known for report in reports.values() if report.known is not None]
         self._known = tuple(sorted(known, key=lambda worker: worker.view.worker_id))
         self._all_heard = all(m.status.worker_id for m in self._members.values())
-        self._status = self._make_status()
+        self._status = self._make_status({at: report.status for at, report in reports.items()})
         if changed:
             self._tell(old)
+
+    def _judged(self) -> dict[str, WorkerReport]:
+        """Address to report, without the copies that are not to be used."""
+        known = [m.report.known for m in self._members.values() if m.report.known is not None]
+        self._judge.hear({life_of(worker.view): worker.copies for worker in known})
+        return {at: self._judge.judged(member.report) for at, member in self._members.items()}
 
     def _is_due(self, old: ExpertMap, new: ExpertMap) -> bool:
         """False for further copies alone, a moment after the last map: they come by the hundreds,
@@ -310,13 +279,15 @@ class Membership:
             )
         self._mixed = mixed
 
-    def _make_status(self) -> MeshStatus:
-        statuses = tuple(self._members[address].status for address in sorted(self._members))
+    def _make_status(self, by_address: Mapping[str, ExpertWorkerStatus]) -> MeshStatus:
+        statuses = tuple(by_address[address] for address in sorted(by_address))
         uncovered = {} if self._colocated else self._map.uncovered()
         degraded = bool(uncovered) and self._allow_degraded and self._map.num_covered > 0
         message = "degraded: experts that nobody holds are left out" if degraded else ""
         ready = degraded or not uncovered
-        return MeshStatus(self._map.epoch, statuses, uncovered, ready, message)
+        return MeshStatus(
+            self._map.epoch, statuses, uncovered, ready, message, self._judge.num_wrong
+        )
 
 
 def _log_status(status: ExpertWorkerStatus) -> None:
@@ -368,4 +339,4 @@ class _Tick:
     """Nothing happened; time to look for silent expert workers."""
 
 
-_News = _Discovered | _Report | _Tick
+_News = _Discovered | _Report | _Tick | Answer

@@ -43,3 +43,5 @@ class MeshStatus:
     """Requests can be served."""
     message: str = ""
     """Why not, where the expert workers are not the reason; or at what cost."""
+    num_wrong_copies: int = 0
+    """Copies of experts with wrong bytes that were found since the gateway started."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.call_waits import WAIT_BOUNDS_S
@@ -55,6 +55,9 @@ class KnownWorker:
     pairs: Mapping[ExpertKey, int]
     """(row, expert) pairs computed in this life of it, by resident expert."""
     work: WorkCounters = WorkCounters()
+    copies: Mapping[ExpertKey, int] = field(default_factory=dict)
+    """Resident expert to the fingerprint of the bytes that it was read from; none if it is not
+    told."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,9 @@ def read_snapshot(
             snapshot.row_credits,
             leaving=snapshot.draining,
         ),
-        KnownWorker(address, _view(snapshot), _pairs(snapshot), _work(snapshot.load)),
+        KnownWorker(
+            address, _view(snapshot), _pairs(snapshot), _work(snapshot.load), _copies(snapshot)
+        ),
     )
 
 
@@ -136,6 +141,14 @@ def _pairs(snapshot: pb.WatchResponse) -> Mapping[ExpertKey, int]:
         (layer.layer, expert): count
         for layer in snapshot.layers
         for expert, count in zip(layer.resident, layer.pairs, strict=False)
+    }
+
+
+def _copies(snapshot: pb.WatchResponse) -> Mapping[ExpertKey, int]:
+    return {
+        (layer.layer, expert): fingerprint
+        for layer in snapshot.layers
+        for expert, fingerprint in zip(layer.resident, layer.fingerprints, strict=False)
     }
 
 

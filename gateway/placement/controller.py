@@ -19,7 +19,7 @@ from typing import Protocol
 
 from gateway.mesh.worker_report import KnownWorker
 from gateway.placement.election import Election
-from gateway.placement.expert_load import RecentLoad, WorkerLife
+from gateway.placement.expert_load import RecentLoad, life_of
 from gateway.placement.leader import Leader
 from gateway.placement.operator import PlacementRefusedError, UnknownWorkerError
 from gateway.placement.order_calls import OnEnd, OrderEnd, Orders
@@ -198,9 +198,9 @@ class PlacementController:
             self._term = None  # what is resident goes on serving, and is the truth to begin from
 
     def _turn(self, known: Sequence[KnownWorker], now_s: float) -> None:
-        self._load.take([(_life(worker.view), worker.pairs) for worker in known], now_s)
+        self._load.take([(life_of(worker.view), worker.pairs) for worker in known], now_s)
         load_LE = self._load.load_LE()
-        self._orders.keep([_life(worker.view) for worker in known])
+        self._orders.keep([life_of(worker.view) for worker in known])
         term = self._term = self._present_term()
         self._take_ends(term, now_s)
         if term is not None and self._has_settled(known, now_s):
@@ -295,7 +295,3 @@ def _tell_end(end: OrderEnd) -> None:
 
 def _with_change(view: WorkerView, change: Rescale) -> WorkerView:
     return replace(view, leaving=True) if view.worker_id in change.leaving else view
-
-
-def _life(view: WorkerView) -> WorkerLife:
-    return view.worker_id, view.incarnation

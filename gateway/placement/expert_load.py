@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from gateway.placement.state import ExpertKey, ExpertLoad, Experts
+from gateway.placement.state import ExpertKey, ExpertLoad, Experts, WorkerView
 
 HALF_LIFE_S = 60.0
 """After so long a pair counts half."""
 
 WorkerLife = tuple[str, int]
 """Worker id and incarnation."""
+
+
+def life_of(view: WorkerView) -> WorkerLife:
+    """Who it is."""
+    return view.worker_id, view.incarnation
 
 
 class RecentLoad:

@@ -179,7 +179,9 @@ class Leader:
             if tuple(who) == identity and now_s < failure.until_s
         }
         return replace(
-            view, fenced=identity in self._fenced, failed=frozenset(failed) - view.resident
+            view,
+            fenced=identity in self._fenced,
+            failed=view.failed | (frozenset(failed) - view.resident),
         )
 
     def _current_plan(self, views: list[WorkerView], load: ExpertLoad, now_s: float) -> Plan:

@@ -30,7 +30,8 @@ def next_orders(
     Loads of experts that nobody or only leaving workers hold come first and ask no budget, then
     those of missing copies, then those for balance. An expert is unloaded where it is not planned
     once as many copies as planned can be used elsewhere; where a load has no slot, one copy
-    elsewhere is enough. Copies that an earlier leader may still have unloaded do not count.
+    elsewhere is enough. Copies that an earlier leader may still have unloaded do not count. Wrong
+    copies are of no use to anybody, and are unloaded at once.
 
     Args:
         plan: What is wanted, made for these workers.
@@ -92,6 +93,10 @@ class _WorkerState:
         """Slots that loads wait for and that nothing is about to free."""
         in_memory = self.view.resident | self.view.retiring
         return len(self.blocked) - len(self.view.retiring | (self.unloading & in_memory))
+
+    def wrong_in_memory(self) -> frozenset[ExpertKey]:
+        """Copies with wrong bytes that nobody has ordered to go."""
+        return (self.view.wrong & self.view.retiring) - self.unloading
 
     def load(self, key: ExpertKey) -> None:
         if key not in self.view.retiring:
@@ -209,6 +214,8 @@ def _order_unloads(states: Sequence[_WorkerState], copies: _Copies) -> None:
     for state in states:
         if not state.may_unload:
             continue
+        for key in sorted(state.wrong_in_memory()):
+            state.unload(key)
         num_lacking = state.num_lacking()
         for key in sorted(state.usable - state.target - set(state.loads)):
             others = copies.elsewhere(state, key)

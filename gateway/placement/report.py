@@ -123,6 +123,7 @@ class PlacementReport:
             "expert_slots": view.num_slots,
             "resident": _by_layer(view.resident),
             "retiring": _by_layer(view.retiring),
+            "wrong": _by_layer(view.wrong),
             "planned": _by_layer(target),
         }
 

@@ -68,6 +68,9 @@ class WorkerView:
     """It has heard of this leader, so it obeys no earlier one, not even if an order comes late."""
     failed: frozenset[ExpertKey] = frozenset()
     """Not resident, and not to be loaded here for now, as that failed."""
+    wrong: frozenset[ExpertKey] = frozenset()
+    """Read here from other bytes than the gateway's checkpoint has. They are among `failed`, and
+    while they are in memory among `retiring`: to be unloaded."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -16,10 +16,30 @@ from expertmesh.v1 import expert_service_pb2_grpc as pb_grpc
 
 
 def snapshot(
-    worker_id: str, fingerprint: bytes, resident: dict[int, list[int]], *, incarnation: int = 1
+    worker_id: str,
+    fingerprint: bytes,
+    resident: dict[int, list[int]],
+    *,
+    incarnation: int = 1,
+    bytes_of: Callable[[int, int], int] | None = None,
 ) -> pb.WatchResponse:
-    """A snapshot of a float32 expert worker."""
-    layers = [pb.LayerExperts(layer=layer, resident=ids) for layer, ids in resident.items()]
+    """A snapshot of a float32 expert worker.
+
+    Args:
+        worker_id: Its name.
+        fingerprint: Of the model.
+        resident: Layer to experts.
+        incarnation: Which life of it.
+        bytes_of: Fingerprint of a layer's expert; None for a worker that does not tell.
+    """
+    layers = [
+        pb.LayerExperts(
+            layer=layer,
+            resident=ids,
+            fingerprints=[bytes_of(layer, expert) for expert in ids] if bytes_of else (),
+        )
+        for layer, ids in resident.items()
+    ]
     model = pb.ModelIdentity(fingerprint=fingerprint, name="tiny", dtype=pb.DTYPE_FLOAT32)
     return pb.WatchResponse(
         worker_id=worker_id,

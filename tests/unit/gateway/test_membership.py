@@ -12,19 +12,12 @@ from contextlib import contextmanager
 import pytest
 
 from expertmesh import PROTOCOL_REVISION
-from expertmesh.model_config import (
-    DenseFfnConfig,
-    GateConfig,
-    GqaConfig,
-    LayerConfig,
-    ModelConfig,
-    MoeFfnConfig,
-    RopeConfig,
-)
+from expertmesh.model_config import ModelConfig
 from expertmesh.placement import ExpertMap
 from expertmesh.v1 import expert_service_pb2 as pb
 from gateway.mesh.discovery import Discovery, Endpoint, OnEndpoints, StaticDiscovery
 from gateway.mesh.membership import ExpertWorkerState, Membership, MeshStatus, ServedIdentity
+from tests.support.small_config import model
 from tests.support.watch_server import WatchServer, snapshot
 
 FINGERPRINT = bytes(range(32))
@@ -32,16 +25,6 @@ SERVED = ServedIdentity("tiny", FINGERPRINT, "float32", max_step_tokens=64)
 HEARTBEAT_S = 0.2
 WAIT_S = 10.0
 LOW, HIGH = {1: [0, 1], 2: [0, 1]}, {1: [2, 3], 2: [2, 3]}
-
-
-def model(*, moe: bool = True) -> ModelConfig:
-    """Layer 0 is dense, layers 1 and 2 have four experts each."""
-    rope = RopeConfig(theta=1e4, dim=8)
-    attention = GqaConfig(num_heads=1, num_kv_heads=1, head_dim=8, rope=rope, scale=1.0)
-    dense = LayerConfig(attention, DenseFfnConfig(8))
-    experts = LayerConfig(attention, MoeFfnConfig(GateConfig(num_experts=4, top_k=2), 8))
-    layers = (dense, experts, experts) if moe else (dense,)
-    return ModelConfig("mixtral", 32, 8, layers, 1e-5, 64, False, "float32")
 
 
 class Watched:
@@ -172,7 +155,7 @@ def test_a_refused_connection_is_named_and_recovers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody listens: said once, with the address; someone listens later: used at once."""
-    monkeypatch.setattr("gateway.mesh.membership.START_PATIENCE_S", 0.1)
+    monkeypatch.setattr("gateway.mesh.member.START_PATIENCE_S", 0.1)
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]

@@ -197,3 +197,29 @@ def test_orders_of_two_terms_differ() -> None:
     assert {order.token for order in first} == {4}
     assert set(first).isdisjoint(second)
     assert second == [replace(order, token=5) for order in first]
+
+
+def test_a_wrong_copy_is_unloaded_and_made_elsewhere() -> None:
+    """It does not count as a copy, and its worker is not told to load it again."""
+    leader = Leader(EXPERTS, POLICY)
+    workers = settle(leader, some_workers(3, 16), 0.0)
+    key = min(workers[0].resident)
+    victim = replace(
+        workers[0],
+        resident=workers[0].resident - {key},
+        retiring=frozenset({key}),
+        failed=frozenset({key}),
+        wrong=frozenset({key}),
+    )
+    orders = leader.advance([victim, *workers[1:]], EXPERTS.no_load(), 2.0)
+    told = {(order.kind, order.worker_id): order.experts for order in orders}
+    assert told["unload", victim.worker_id] == (key,)
+    assert key not in told.get(("load", victim.worker_id), ())
+    again = leader.advance([victim, *workers[1:]], EXPERTS.no_load(), 2.1)
+    assert [order for order in again if order.kind == "unload"] == [], "it was told already"
+    workers = obeyed([replace(victim, retiring=frozenset()), *workers[1:]], orders)
+    for order in (*orders, *again):
+        leader.ended(order, (), 2.2)
+    workers = settle(leader, workers, 4.0)
+    assert len(copies_of(workers)[key]) == 2
+    assert key not in workers[0].resident
