@@ -82,6 +82,16 @@ class Maintenance:
         self._state.check_not_draining()
         return self._start(self._loader, experts, lambda events: self._load(experts, events))
 
+    def reload(self, layer: int, expert: int) -> None:
+        """Loads an expert that was taken out of service; returns when it is there, or cannot be."""
+        try:
+            reached = [state for _, _, state, _ in self.load([(layer, expert)])]
+        except WireError as error:
+            logger.warning("layer %d expert %d is not loaded again: %s", layer, expert, error)
+            return
+        if pb.EXPERT_STATE_RESIDENT in reached:
+            logger.info("layer %d expert %d was loaded again", layer, expert)
+
     def unload(self, experts: ExpertIds, retire_ms: int) -> Iterator[Event]:
         """Retires at once, frees after `retire_ms`; progress, two events for each expert."""
         if retire_ms > MAX_RETIRE_MS:

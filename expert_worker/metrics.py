@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from expert_worker.call_counters import ROWS_BUCKETS
+from expert_worker.scrubber import ScrubCounts
 from expert_worker.state import WorkerState
 from expertmesh.call_waits import WAIT_BOUNDS_S
 from expertmesh.errors import PortError
@@ -20,14 +21,20 @@ from expertmesh.v1 import expert_service_pb2 as pb
 
 
 class WorkerCollector(Collector):
-    """Turns the state of an expert worker into metric families."""
+    """Turns the state of an expert worker into metric families.
 
-    def __init__(self, state: WorkerState) -> None:
+    Args:
+        state: Of the expert worker.
+        scrubbed: What was looked at of its memory; called in any thread.
+    """
+
+    def __init__(self, state: WorkerState, scrubbed: Callable[[], ScrubCounts]) -> None:
         self._state = state
+        self._scrubbed = scrubbed
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
-        load, store = self._state.load(), self._state.store
+        load, store, scrubbed = self._state.load(), self._state.store, self._scrubbed()
         gauges = {
             "resident_experts": ("Experts in memory", store.num_used_slots),
             "resident_bytes": ("Bytes of resident weights", store.resident_bytes),
@@ -39,6 +46,9 @@ class WorkerCollector(Collector):
         counters = {
             "calls": ("Calls answered with outputs", load.calls),
             "errors": ("Calls answered with an error", load.errors),
+            "scrubbed_bytes": ("Bytes of weights in memory that were looked at", scrubbed.nbytes),
+            "scrub_passes": ("Times that all weights in memory were looked at", scrubbed.passes),
+            "damaged_experts": ("Experts whose memory was changed", scrubbed.damaged),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"moe_worker_{name}", text, value)
@@ -77,14 +87,16 @@ def _queue_wait(load: pb.LoadCounters) -> HistogramMetricFamily:
     return family
 
 
-def serve_metrics(state: WorkerState, host: str, port: int) -> tuple[WSGIServer, Thread]:
+def serve_metrics(
+    state: WorkerState, scrubbed: Callable[[], ScrubCounts], host: str, port: int
+) -> tuple[WSGIServer, Thread]:
     """Serves /metrics in a thread named `metrics`; port 0 picks a free one.
 
     Raises:
         PortError: The address cannot be bound.
     """
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(state))
+    registry.register(WorkerCollector(state, scrubbed))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

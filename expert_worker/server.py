@@ -1,7 +1,7 @@
 """The gRPC server of an expert worker: from an open checkpoint to the end of a drain.
 
 Threads: gRPC's pool (`expert-rpc`, one thread an open RPC), those of `DirectServer` and of
-`Maintenance`, `metrics`. `stop` ends all of them.
+`Maintenance`, `scrubber`, `metrics`. `stop` ends all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from expert_worker.direct_server import (
 from expert_worker.drain import drain
 from expert_worker.maintenance import Maintenance
 from expert_worker.published_experts import PublishedExperts
+from expert_worker.scrubber import make_scrubber
 from expert_worker.servicer import ExpertServicer, zeros_message
 from expert_worker.state import WorkerIdentity, WorkerState
 from expert_worker.store import ExpertStore
@@ -68,6 +69,7 @@ class ExpertServer:
         max_streams: Attention workers at a time, and gateways that watch.
         direct_port: Of direct connections; 0 picks a free one, None for gRPC alone.
         drain_grace_s: Longest time of a drain whose order does not say.
+        scrub_mib_per_s: Of weights in memory that are looked at; 0 for none.
         on_drain: Called when a drain was ordered, in any thread; has `stop` called.
         transport: How it is connected to; plain text by default.
         on_ready: Called with True once it is healthy, and with False when it will refuse calls.
@@ -86,6 +88,7 @@ class ExpertServer:
         *,
         direct_port: int | None = 0,
         drain_grace_s: float = 1.0,
+        scrub_mib_per_s: int = 0,
         on_drain: Callable[[], None] = _nobody_ends_it,
         on_ready: Callable[[bool], None] = _nobody_asks,
         transport: Transport | None = None,
@@ -99,6 +102,7 @@ class ExpertServer:
         self.backend = ExpertBackend(store, turn)
         self.state = WorkerState(identity, store)
         self._maintenance = Maintenance(self.state)
+        self.scrubber = make_scrubber(store, self._maintenance.reload, scrub_mib_per_s)
         self._health = health.HealthServicer()
         limit = max_message_bytes(store.config, store.dtype, identity.row_credits)
         self._direct: DirectOffers = NoDirectServer()
@@ -134,6 +138,7 @@ class ExpertServer:
         """Answers from now on."""
         self._direct.serve(self._calls.answer_all)
         self._server.start()
+        self.scrubber.start()
 
     def warm_up(self, layer: int, expert: int) -> None:
         """Computes a row of zeros as if it came over the network; counts nothing."""
@@ -158,6 +163,7 @@ class ExpertServer:
         self._health.enter_graceful_shutdown()
         self._server.stop(_LAST_WORDS_S).wait(2.0)
         self._direct.stop()
+        self.scrubber.stop()
         self._maintenance.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 

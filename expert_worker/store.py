@@ -26,7 +26,7 @@ from expertmesh.formats.coded import CodeName
 from expertmesh.formats.keep import Coding
 from expertmesh.model_config import DtypeName, ModelConfig
 from expertmesh.settings import ExpertDtype
-from expertmesh_kernels.grouped_mlp import ExpertTable
+from expertmesh_kernels.grouped_mlp import ExpertTable, ExpertWeights
 from expertmesh_kernels.host import TORCH_DTYPES, find_device
 from expertmesh_kernels.linear import packed_like
 
@@ -97,6 +97,8 @@ class ExpertStore:
         """Of one expert's weights (the largest's, if layers differ), as if not packed."""
         self.on_change: Callable[[], None] = _ignore_change
         """Called after every change of residency, in the thread that made it."""
+        self.on_packed: Callable[[int, int, ExpertWeights], None] = _ignore_packed
+        """Told of a layer's expert in the thread that has just packed it, before others see it."""
         self._publish_to: list[Publish] = []
         self._lock = threading.Lock()
         self._lease_ended = threading.Condition(self._lock)
@@ -246,10 +248,31 @@ class ExpertStore:
             snapshot = self._layers[layer]
             if expert in snapshot.weights and expert not in snapshot.retiring:
                 raise ExpertStoreError(f"layer {layer} expert {expert} was loaded again")
-            left = {key: value for key, value in snapshot.weights.items() if key != expert}
-            self._replace(layer, ExpertTable(left), snapshot.retiring - {expert})
+            self._drop(snapshot, expert)
         self.on_change()
         self._wait_unused(layer, expert, time.monotonic() + timeout_s)
+
+    def discard(self, layer: int, expert: int, weights: ExpertWeights) -> bool:
+        """Takes an expert out at once, as it must not be used; calls that use it end with it.
+
+        Returns:
+            False if these weights are not those that are resident any more.
+
+        Raises:
+            TimeoutError: A computation does not end.
+        """
+        with self._lock:
+            snapshot = self._layers[layer]
+            if snapshot.weights.get(expert) is not weights:
+                return False
+            self._drop(snapshot, expert)
+        self.on_change()
+        return True
+
+    def _drop(self, snapshot: _Snapshot, expert: int) -> None:
+        """The lock is held."""
+        left = {key: value for key, value in snapshot.weights.items() if key != expert}
+        self._replace(snapshot.layer, ExpertTable(left), snapshot.retiring - {expert})
 
     def _wait_unused(self, layer: int, expert: int, deadline_s: float) -> None:
         with self._lock:
@@ -284,6 +307,7 @@ class ExpertStore:
             with self._lock:
                 self._num_reserved -= 1
             raise
+        self.on_packed(layer, expert, loaded.weights)
         with self._lock:
             self._num_reserved -= 1
             self._fingerprints[layer, expert] = loaded.fingerprint
@@ -328,4 +352,8 @@ def count_experts(config: ModelConfig) -> int:
 
 
 def _ignore_change() -> None:
+    """The listener that is there by default."""
+
+
+def _ignore_packed(layer: int, expert: int, weights: ExpertWeights) -> None:
     """The listener that is there by default."""

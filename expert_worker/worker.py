@@ -94,13 +94,16 @@ class ExpertWorker:
             settings.max_streams,
             direct_port=settings.direct_port if has_direct else None,
             drain_grace_s=settings.drain_grace_s,
+            scrub_mib_per_s=settings.scrub_mib_per_s,
             on_drain=on_drain,
             on_ready=on_ready,
             transport=self.transport,
         )
         self._metrics = None
         if metrics_port is not None:
-            self._metrics = serve_metrics(self.server.state, settings.host, metrics_port)
+            self._metrics = serve_metrics(
+                self.server.state, self.server.scrubber.counts, settings.host, metrics_port
+            )
             port = self._metrics[0].server_port
             logger.info("metrics on http://%s:%d/metrics", settings.host, port)
 

@@ -331,8 +331,7 @@ class ExpertWorkerOptions(MeshTls):
     worker_id: str | None = None
     """Name in logs and status; by default host name and port (process id where the port is 0)."""
     node: str | None = None
-    """Name of the machine, by default the host name: copies of an expert are put on different ones.
-    """
+    """Name of the machine, by default the host name: copies of an expert go to different ones."""
     max_streams: int = 16
     """Attention workers that may be connected at a time."""
     row_credits: int = 4096
@@ -350,6 +349,8 @@ class ExpertWorkerOptions(MeshTls):
     gateway sees to that, and for calls in flight. Without a gateway it ends at once."""
     threads: int | None = None
     """Threads of the kernels; by default one for each core that the process may use."""
+    scrub_mib_per_s: int = 64
+    """MiB a second of experts in memory that are looked at for changed bits; 0: none. CPU only."""
     cores: str = ""
     """Cores that the process stays on, such as 0-3,8; by default the system decides."""
     start_niceness: int = 0
@@ -378,6 +379,7 @@ class ExpertWorkerOptions(MeshTls):
         check_int("max_streams", self.max_streams, 1, 4096)
         check_int("row_credits", self.row_credits, 1, 2**24)
         check_float("drain_grace_s", self.drain_grace_s, 0.0, 3600.0)
+        check_int("scrub_mib_per_s", self.scrub_mib_per_s, 0, 2**20)
         _check_threads(self.threads)
         parse_cores(self.cores)
 

@@ -54,6 +54,7 @@ def expert_server(
     max_streams: int = 4,
     port: int = 0,
     direct: bool = True,
+    scrub_mib_per_s: int = 0,
     on_drain: Callable[[], None] = lambda: None,
     on_ready: Callable[[bool], None] = lambda _ready: None,
 ) -> Iterator[ExpertServer]:
@@ -65,6 +66,7 @@ def expert_server(
         port,
         max_streams,
         direct_port=0 if direct else None,
+        scrub_mib_per_s=scrub_mib_per_s,
         on_drain=on_drain,
         on_ready=on_ready,
     )

@@ -152,9 +152,10 @@ def mesh_at(
     *,
     dtype: str = "float32",
     program: Sequence[str] = COMMAND,
+    flags: Sequence[str] = (),
 ) -> Iterator[Mesh]:
     """A gateway that finds workers at these addresses, which may be those of proxies."""
-    flags = ("--threads", "1", *_PATIENCE)
+    flags = ("--threads", "1", *_PATIENCE, *flags)
     with gateway(model, addresses, *flags, dtype=dtype, program=program) as server:
         mesh = Mesh(workers, server)
         mesh.wait_all_ready()

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from expert_worker.backend import raw_array
 from expert_worker.metrics import serve_metrics
+from expert_worker.scrubber import NoScrubber
 from expert_worker.server import ExpertServer
 from expertmesh.call_waits import WAIT_BOUNDS_S
 from expertmesh.checkpoint import Checkpoint
@@ -200,12 +201,12 @@ def test_metrics(server: ExpertServer) -> None:
     """/metrics has what happened, under the documented names."""
     with channel(server) as opened:
         RawStream(opened, [request(server).SerializeToString(), b"\xff"]).read()
-    http, thread = serve_metrics(server.state, "127.0.0.1", 0)
+    http, thread = serve_metrics(server.state, server.scrubber.counts, "127.0.0.1", 0)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{http.server_port}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         with pytest.raises(PortError, match="for metrics"):
-            serve_metrics(server.state, "127.0.0.1", http.server_port)
+            serve_metrics(server.state, NoScrubber().counts, "127.0.0.1", http.server_port)
     finally:
         http.shutdown()
         http.server_close()
