@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.harness.pool import PoolWorker, running
 from tests.conftest import Models
 from tests.support.changed_weights import with_changed_weight
-from tests.support.mesh import expert_worker, gateway
+from tests.support.mesh import gateway
 from tests.support.oracle import prompts
 from tests.support.processes import poll
 from tests.support.tiny_checkpoints import MIXTRAL
@@ -27,13 +28,14 @@ def test_one_changed_weight(models: Models, tmp_path: Path) -> None:
     """
     model = models.tiny(MIXTRAL)
     changed = with_changed_weight(model, tmp_path / "changed", TENSOR, value=100.0)
-    asked = prompts(MIXTRAL.vocab_size, [5, 12, 30], seed=4)
+    asked = prompts(MIXTRAL.vocab_size, [5, 30], seed=4)
     expected = [models.oracle(model).greedy(prompt, NUM_TOKENS).token_ids for prompt in asked]
     wrong = [models.oracle(changed).greedy(prompt, NUM_TOKENS).token_ids for prompt in asked]
     assert expected != wrong
+    flags = ("--dtype", "float32")
+    members = [PoolWorker(folder, "all", flags) for folder in (model, changed)]
     with (
-        expert_worker(model) as right,
-        expert_worker(changed) as other,
+        running(members) as (right, other),
         gateway(model, [right.address, other.address]) as server,
     ):
         found = "moe_wrong_expert_copies_total"
