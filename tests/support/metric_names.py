@@ -6,6 +6,8 @@ import re
 
 from prometheus_client import CollectorRegistry
 
+from gateway.mesh.discovery import DiscoveryReport
+from gateway.mesh.discovery_metrics import DiscoveryCollector
 from gateway.mesh.mesh_status import MeshStatus
 from gateway.placement.metrics import PlacementCollector
 from gateway.placement.operator import StaticPlacement
@@ -34,6 +36,7 @@ def _gateway_metrics() -> set[str]:
     """Of a gateway that leads and scales."""
     registry = CollectorRegistry()
     RequestMetrics(registry, "a-model").watch(EngineStats, MeshStatus)
+    registry.register(DiscoveryCollector(lambda: DiscoveryReport(age_s=0.0)))
     registry.register(PlacementCollector(StaticPlacement().report))
     sample = Sample(at_s=0.0, desired=2, present=2, busy=0.5, wait_s=0.0)
     scaling = ScalingReport(Fleet(desired=2, present=2), sample)

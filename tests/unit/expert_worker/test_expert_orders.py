@@ -19,6 +19,7 @@ from expertmesh import PROTOCOL_REVISION
 from expertmesh.checkpoint import Checkpoint
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.v1 import expert_service_pb2_grpc as rpc
+from expertmesh.weight_storage import OnBytes
 from tests.conftest import Models
 from tests.support.direct_calls import ask, connection_to
 from tests.support.expert_servers import ROW_CREDITS, expert_server, loaded_store
@@ -218,7 +219,7 @@ def _fails_to_allocate(*_: object) -> object:
     ("target", "replacement", "reason"),
     [
         ("expert_worker.memory.available_host_memory", _no_memory, "too little memory to load"),
-        ("expert_worker.store.pack_expert", _fails_to_allocate, "MemoryError"),
+        ("expert_worker.expert_reader.pack_expert", _fails_to_allocate, "MemoryError"),
     ],
 )
 def test_without_memory_an_order_fails_and_nothing_else(
@@ -274,11 +275,11 @@ def test_loading_does_not_block_calls(
     gate, reading = threading.Event(), threading.Event()
     read = server.state.store.checkpoint.read_expert
 
-    def slow_read(layer: int, expert: int) -> object:
+    def slow_read(layer: int, expert: int, on_bytes: OnBytes) -> object:
         priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         reading.set()
         gate.wait(TIMEOUT_S)
-        return read(layer, expert)
+        return read(layer, expert, on_bytes)
 
     monkeypatch.setattr(server.state.store.checkpoint, "read_expert", slow_read)
     message = load_order(server, [(1, 6)])
