@@ -24,6 +24,7 @@ from expertmesh.settings import (
 )
 from gateway import life, server
 from gateway.attention.client import AttentionClient
+from gateway.listen import bind
 from gateway.sequence import RequestOutput, SamplingParams
 from gateway.service import GenerationFrontend
 from tests.support.tiny_checkpoints import MIXTRAL
@@ -164,7 +165,7 @@ async def test_a_gateway_can_be_stopped_while_it_starts(models: Models) -> None:
 
 async def test_a_port_in_use_is_found_before_anything_is_started(models: Models) -> None:
     """Nothing slow happens first: no child was started when the error comes."""
-    other = server.bind("--port", "127.0.0.1", 0)
+    other = bind("--port", "127.0.0.1", 0)
     with other:
         other.listen()
         gateway = server.Gateway(settings(models.tiny(MIXTRAL), port=other.getsockname()[1]))
