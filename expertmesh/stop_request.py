@@ -6,15 +6,18 @@ port that stays held, or a process that stays, is worse than a cut call.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from expertmesh.processes import watch_lifeline
 
 _STUCK_EXIT_CODE = 71
 _INTERRUPTED_EXIT_CODE = 130
+_BELL_BYTES = 4096
 
 
 class StopRequest:
@@ -22,10 +25,15 @@ class StopRequest:
 
     Not a `threading.Event`: its `set` takes a lock that the interrupted thread may hold, so that a
     signal at the wrong moment would block for ever. `SimpleQueue.put` may interrupt itself.
+
+    The thread that waits, waits for bytes of a socket. The system may give a signal to any thread;
+    Python's handler runs in the main thread, which a lock or a queue would not wake for that.
     """
 
     def __init__(self) -> None:
         self._wishes: SimpleQueue[None] = SimpleQueue()  # bounded by the signals that come
+        self._bell, self._door = socket.socketpair()
+        self._bell.setblocking(False)  # as many bytes as it holds wake whoever waits
         self._made = False
         self._orderly = False
 
@@ -40,6 +48,7 @@ class StopRequest:
         not want to wait for the orderly end.
         """
         watch_lifeline(self.make)
+        signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda _number, _frame: self.make())
         signal.signal(signal.SIGINT, lambda _number, _frame: self._interrupt())
 
@@ -54,6 +63,8 @@ class StopRequest:
             os._exit(0)
         self._made = True
         self._wishes.put(None)
+        with contextlib.suppress(BlockingIOError):
+            self._bell.send(b"\0")
 
     @property
     def made(self) -> bool:
@@ -61,8 +72,12 @@ class StopRequest:
         return self._made
 
     def wait(self) -> None:
-        """Returns at the first wish."""
-        self._wishes.get()
+        """Returns at the first wish that was not waited for yet."""
+        while True:
+            try:
+                return self._wishes.get_nowait()
+            except Empty:
+                self._door.recv(_BELL_BYTES)
 
 
 def end_within(seconds: float) -> None:

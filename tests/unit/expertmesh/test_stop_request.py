@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from select import select
 
 import pytest
 
 from expertmesh.processes import child_environment
-from expertmesh.stop_request import StopRequest
 
 WAIT_S = 20.0
+NUM_SIGNALS = 1000
 
 
 def run(code: str, *, orderly: bool = True) -> subprocess.Popen[str]:
@@ -96,6 +97,30 @@ def test_a_wish_may_interrupt_another_one() -> None:
         assert process.wait(WAIT_S) == 7
 
 
+def test_no_signal_is_missed_while_others_compute() -> None:
+    """The system may interrupt any thread: the one that waits is woken nevertheless."""
+    code = (
+        "import threading, zlib\n"
+        "def compute(data=bytes(1 << 16)):\n"
+        "    while True:\n"
+        "        zlib.crc32(data)\n"  # without Python's lock
+        "for _ in range(4):\n"
+        "    threading.Thread(target=compute, daemon=True).start()\n"
+        "while True:\n"
+        "    stopping.wait()\n"
+        "    print('told', flush=True)\n"
+    )
+    with run(code) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        for number in range(NUM_SIGNALS):
+            process.terminate()
+            assert select([process.stdout], [], [], WAIT_S)[0], f"missed signal {number}"
+            assert process.stdout.readline() == "told\n"
+        process.kill()
+
+
 def test_nothing_is_wished_at_first() -> None:
     """A new request is not made."""
-    assert not StopRequest().made
+    with run("raise SystemExit(stopping.made)") as process:
+        assert process.wait(WAIT_S) == 0
