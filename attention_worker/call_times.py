@@ -37,6 +37,11 @@ class CallTimes:
         """
         return cpu.late_after_ns(self._words, size_class, slowness) / 1e9 or None
 
+    @property
+    def call_experts(self) -> int:
+        """What a call takes beside what its experts take, in experts; 0 if that is not known."""
+        return cpu.call_experts(self._words)
+
     def see(self, size_class: int, slowness: int, took_s: float) -> int:
         """A call took so long; returns how slow its expert worker is now."""
         return cpu.see(self._words, size_class, slowness, int(took_s * 1e9))

@@ -84,13 +84,16 @@ class Routes:
         workers = self.expert_map.workers
         return np.array([cpu.LEAVING if worker.leaving else 1 for worker in workers], np.int64)
 
-    def choose(self, layer: int, rows_E: Ints, tried: Tried) -> tuple[Assignment, list[int]]:
+    def choose(
+        self, layer: int, rows_E: Ints, tried: Tried, call_experts: int
+    ) -> tuple[Assignment, list[int]]:
         """Which expert worker to ask for each expert with rows; experts that nobody can serve.
 
         Args:
             layer: An MoE layer.
             rows_E: Rows of each expert.
             tried: Expert workers not to ask.
+            call_experts: What a call costs before its first expert, in experts.
         """
         copies_ER = self.tables[layer].copies_ER
         if tried:
@@ -103,8 +106,9 @@ class Routes:
         worker_of_expert_E = np.empty(len(rows_E), np.int32)
         asked_W2 = np.zeros((len(cost_W), 2), np.int64)
         queue_W = np.array([stream.link.queue_us for stream in self.streams], np.int64)
+        rows_E = np.where(can_ask_E, rows_E, 0)
         is_chosen = cpu.choose_copies(
-            np.where(can_ask_E, rows_E, 0), copies_ER, cost_W, queue_W, worker_of_expert_E, asked_W2
+            rows_E, copies_ER, cost_W, call_experts, queue_W, worker_of_expert_E, asked_W2
         )
         assert is_chosen, "experts without a copy are left out"
         return Assignment(worker_of_expert_E, asked_W2), missing
@@ -151,6 +155,6 @@ def warm_up_choice(config: ModelConfig) -> None:
     nobody = ExpertMap.empty(config)
     if nobody.moe_layers:
         rows_E = np.zeros(nobody.num_experts, np.int64)
-        Routes(nobody).choose(nobody.moe_layers[0], rows_E, {})
+        Routes(nobody).choose(nobody.moe_layers[0], rows_E, {}, CallTimes().call_experts)
     CallTimes().see(size_class(1, 1), TYPICAL, 0.0)
     CallTimes().late_after_s(1, TYPICAL)

@@ -23,7 +23,7 @@ from torch import Tensor
 from attention_worker.call_times import CallTimes, HedgeBudget, size_class
 from attention_worker.calls import MOST_TRIES, Batch, Call, Outcome, Progress
 from attention_worker.dropped_experts import DroppedExperts, without
-from attention_worker.expert_routes import Assignment, Routes
+from attention_worker.expert_routes import Assignment, Routes, Tried
 from attention_worker.losses import MOST_LOSSES, Losses
 from attention_worker.outcomes import Outcomes, Waiting
 from attention_worker.row_writer import row_writer
@@ -103,7 +103,7 @@ class RemoteCall:
             LethalRowsError: An expert worker was lost with rows that are suspected of that.
         """
         rows_E = self._batch.routing.counts_E
-        assignment, missing = self._routes.choose(self._layer, rows_E, self._tried)
+        assignment, missing = self._choose(rows_E, self._tried)
         if missing and not self._drop(missing, rows_E):
             raise self._routes.unavailable(self._layer, missing)
         if self._batch.cautious:
@@ -361,10 +361,10 @@ class RemoteCall:
         rows_E = self._rows_E(call)
         for expert in np.flatnonzero(rows_E).tolist():
             self._tried.setdefault(expert, set()).add(call.rows.worker)
-        assignment, missing = self._routes.choose(self._layer, rows_E, self._tried)
+        assignment, missing = self._choose(rows_E, self._tried)
         if missing and call.is_damaged and self._num_attempts < MOST_TRIES:
             others = {e: workers - {call.rows.worker} for e, workers in self._tried.items()}
-            assignment, missing = self._routes.choose(self._layer, rows_E, others)
+            assignment, missing = self._choose(rows_E, others)
         if missing:
             return missing
         for part in self._parts.pop(call, ()):
@@ -373,6 +373,10 @@ class RemoteCall:
         if not self._parts[call]:
             self._settle(call)
         return None
+
+    def _choose(self, rows_E: npt.NDArray[np.int64], tried: Tried) -> tuple[Assignment, list[int]]:
+        times = self._common.times
+        return self._routes.choose(self._layer, rows_E, tried, times.call_experts)
 
     def _rows_E(self, call: Call) -> npt.NDArray[np.int64]:
         """Rows of each expert in a call, but for those that were dropped."""

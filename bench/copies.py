@@ -58,7 +58,7 @@ def measure(shape: Shape, repeat: int) -> tuple[float, float, float, float]:
         )
         worker_of_expert_E = np.empty(shape.num_experts, np.int32)
         asked_W2 = np.zeros((shape.num_workers, 2), np.int64)
-        arguments = rows_E, copies_ER, cost_W, queue_W, worker_of_expert_E, asked_W2
+        arguments = rows_E, copies_ER, cost_W, 0, queue_W, worker_of_expert_E, asked_W2
         choose_copies(*arguments)
         started_s = time.perf_counter()
         for _ in range(repeat):

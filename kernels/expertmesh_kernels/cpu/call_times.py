@@ -3,7 +3,8 @@
 The size of a call is its (row, expert) pairs and its distinct experts; what it takes is known by
 class of sizes, each twice as large as the one before, over all expert workers: a mean, and a peak,
 above which about one call of a hundred is. One outlier at most doubles a peak, and it falls slowly.
-Of each expert worker it is known how slow it is compared with the mean.
+Of each expert worker it is known how slow it is compared with the mean. What a call takes before it
+computes anything is where the line through the means of the smallest and the largest class begins.
 
 All is in words that threads write without a lock: they are estimates, and each is one word.
 """
@@ -30,6 +31,8 @@ EARLIEST_NS = 25_000_000
 """and never before."""
 
 _MEMORY = 256
+_ENOUGH_SEEN = 16
+_MOST_CALL_EXPERTS = 64
 _SLOWNESS_MEMORY = 32
 _MOST_SLOWNESS = 64 * TYPICAL
 _LEAST_SLOWNESS = TYPICAL // 16
@@ -62,6 +65,30 @@ def late_after_ns(times: Times, size_class: int, slowness: int) -> int:
         if times[larger, NUM_SEEN] > 0:
             return max(EARLIEST_NS, LATE_FACTOR * int(times[larger, PEAK_NS]))
     return 0
+
+
+@njit
+def call_experts(times: Times) -> int:
+    """What a call takes beside what its experts take, in experts; 0 if that is not known."""
+    smallest, largest = 0, 0
+    for found in range(1, NUM_CLASSES):
+        if times[found, NUM_SEEN] >= _ENOUGH_SEEN:
+            largest = found
+            if smallest == 0:
+                smallest = found
+    if smallest == largest:
+        return 0
+    small, large = _middle_of(smallest), _middle_of(largest)
+    more_ns = times[largest, MEAN_NS] - times[smallest, MEAN_NS]
+    begin_ns = times[smallest, MEAN_NS] - more_ns * small // (large - small)
+    expert_ns = max(more_ns * EXPERT_PAIRS // (large - small), 1)
+    return int(min(max(begin_ns // expert_ns, 0), _MOST_CALL_EXPERTS))
+
+
+@njit
+def _middle_of(size_class: int) -> int:
+    """A size in the class, in pairs; see `class_of`."""
+    return (3 << size_class) >> 2
 
 
 @njit

@@ -5,9 +5,13 @@ its time when tokens are generated; and a layer waits for its slowest expert wor
 busiest expert worker is to have as few distinct experts as can be, then rows are spread, then who
 has the shorter queue comes first.
 
+How busy one is with n distinct experts is its cost times n + c, and 0 without any: a call takes as
+long as c experts before it computes the first. Among expert workers that cost the same, c changes
+nothing; one that is slow is left alone until the others are busier than a call to it takes.
+
 Experts of which there is one copy come first, all others in the order of their rows (Graham's
 longest processing time first). What that leaves uneven is moved along cost-reducing paths, after
-which no choice has fewer experts on the busiest expert worker (Harvey, Ladner, Lovasz and Tamir,
+which no choice makes the busiest expert worker less busy (Harvey, Ladner, Lovasz and Tamir,
 "Semi-matchings for bipartite graphs and load balancing", 2003). The same arguments give the same
 choice.
 
@@ -69,6 +73,7 @@ def choose_copies(
     rows_E: NDArray[np.int64],
     copies_ER: NDArray[np.int32],
     cost_W: NDArray[np.int64],
+    call_experts: int,
     queue_W: NDArray[np.int64],
     worker_of_expert_E: NDArray[np.int32],
     asked_W2: NDArray[np.int64],
@@ -81,6 +86,7 @@ def choose_copies(
             nobody.
         cost_W: What an expert costs there, relative to others; UNUSABLE, or times LEAVING or
             SUSPECT.
+        call_experts: What a call costs before its first expert, in experts; see `call_times`.
         queue_W: How long calls wait there, in any unit.
         worker_of_expert_E: Takes the choice; -1 without rows.
         asked_W2: Takes counts, see above.
@@ -93,16 +99,23 @@ def choose_copies(
         return False
     by_rows = _most_rows_first(rows_E, free[:num_free])
     for expert in by_rows:
-        best = _least_busy(copies_ER[expert], cost_W, queue_W, load_W, rows_W)
+        best = _least_busy(copies_ER[expert], cost_W, call_experts, queue_W, load_W, rows_W)
         worker_of_expert_E[expert] = best
         load_W[best] += 1
         rows_W[best] += rows_E[expert]
-    while _shift(by_rows, copies_ER, cost_W, worker_of_expert_E, load_W):
+    while _shift(by_rows, copies_ER, cost_W, call_experts, worker_of_expert_E, load_W):
         pass
     looks_left = _MOST_LOOKS + _LOOKS_PER_PAIR * int(rows_E.sum())
     while looks_left > 0:
         looks_left = _spread_rows(
-            rows_E, by_rows, copies_ER, cost_W, worker_of_expert_E, load_W, looks_left
+            rows_E,
+            by_rows,
+            copies_ER,
+            cost_W,
+            call_experts,
+            worker_of_expert_E,
+            load_W,
+            looks_left,
         )
     _count(copies_ER, cost_W, worker_of_expert_E, asked_W2)
     return True
@@ -164,6 +177,7 @@ def _most_rows_first(rows_E: NDArray[np.int64], experts: NDArray[np.int64]) -> N
 def _least_busy(
     copies_R: NDArray[np.int32],
     cost_W: NDArray[np.int64],
+    call_experts: int,
     queue_W: NDArray[np.int64],
     load_W: NDArray[np.int64],
     rows_W: NDArray[np.int64],
@@ -173,7 +187,7 @@ def _least_busy(
     for worker in copies_R:
         if worker < 0 or cost_W[worker] == UNUSABLE:
             continue
-        load = (load_W[worker] + 1) * cost_W[worker]
+        load = _busy(load_W[worker] + 1, cost_W[worker], call_experts)
         rows, queue = rows_W[worker], queue_W[worker]
         if (
             best < 0
@@ -186,13 +200,20 @@ def _least_busy(
 
 
 @njit
-def _busiest(load_W: NDArray[np.int64], cost_W: NDArray[np.int64]) -> int:
+def _busy(num: int, cost: int, call_experts: int) -> int:
+    """How busy an expert worker is with so many experts, or rows."""
+    return (num + call_experts) * cost if num else 0
+
+
+@njit
+def _busiest(num_W: NDArray[np.int64], cost_W: NDArray[np.int64], call_experts: int) -> int:
     """Who has most to do, of those that are asked for more than sole copies."""
     busiest = 0
-    for worker in range(1, load_W.size):
+    for worker in range(1, num_W.size):
         if cost_W[worker] < LEAVING and (
             cost_W[busiest] >= LEAVING
-            or load_W[worker] * cost_W[worker] > load_W[busiest] * cost_W[busiest]
+            or _busy(num_W[worker], cost_W[worker], call_experts)
+            > _busy(num_W[busiest], cost_W[busiest], call_experts)
         ):
             busiest = worker
     return busiest
@@ -203,6 +224,7 @@ def _shift(
     experts: NDArray[np.int64],
     copies_ER: NDArray[np.int32],
     cost_W: NDArray[np.int64],
+    call_experts: int,
     worker_of_expert_E: NDArray[np.int32],
     load_W: NDArray[np.int64],
 ) -> bool:
@@ -212,8 +234,8 @@ def _shift(
     expert worker that is less busy afterwards than the busiest was.
     """
     num_workers = cost_W.size
-    busiest = _busiest(load_W, cost_W)
-    level = load_W[busiest] * cost_W[busiest]
+    busiest = _busiest(load_W, cost_W, call_experts)
+    level = _busy(load_W[busiest], cost_W[busiest], call_experts)
     moved_W = np.full(num_workers, -1, np.int64)  # the expert that would move here
     line = np.empty(num_workers, np.int64)
     line[0], head, tail, end = busiest, 0, 1, -1
@@ -231,7 +253,7 @@ def _shift(
                 moved_W[other] = expert
                 line[tail] = other
                 tail += 1
-                if (load_W[other] + 1) * cost_W[other] < level:
+                if _busy(load_W[other] + 1, cost_W[other], call_experts) < level:
                     end = int(other)
                     break
     if end < 0:
@@ -252,6 +274,7 @@ def _spread_rows(
     experts: NDArray[np.int64],
     copies_ER: NDArray[np.int32],
     cost_W: NDArray[np.int64],
+    call_experts: int,
     worker_of_expert_E: NDArray[np.int32],
     load_W: NDArray[np.int64],
     looks_left: int,
@@ -265,8 +288,8 @@ def _spread_rows(
     for expert in range(rows_E.size):
         if worker_of_expert_E[expert] >= 0:
             rows_W[worker_of_expert_E[expert]] += rows_E[expert]
-    most, busiest = _busiest(rows_W, cost_W), _busiest(load_W, cost_W)
-    level = load_W[busiest] * cost_W[busiest]
+    most, busiest = _busiest(rows_W, cost_W, 0), _busiest(load_W, cost_W, call_experts)
+    level = _busy(load_W[busiest], cost_W[busiest], call_experts)
     best_rows, best_expert, best_other, best_back = rows_W[most] * cost_W[most], -1, -1, -1
     for expert in experts:
         if worker_of_expert_E[expert] != most:
@@ -274,7 +297,7 @@ def _spread_rows(
         for other in copies_ER[expert]:
             if other < 0 or other == most or cost_W[other] == UNUSABLE:
                 continue
-            if (load_W[other] + 1) * cost_W[other] <= level:
+            if _busy(load_W[other] + 1, cost_W[other], call_experts) <= level:
                 there = (rows_W[other] + rows_E[expert]) * cost_W[other]
                 rows = max(there, (rows_W[most] - rows_E[expert]) * cost_W[most])
                 if rows < best_rows:

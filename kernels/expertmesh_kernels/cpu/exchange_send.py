@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from expertmesh_kernels.cpu import exchange_words as words
 from expertmesh_kernels.cpu import messages as pb
 from expertmesh_kernels.cpu import sockets
-from expertmesh_kernels.cpu.call_times import class_of, late_after_ns
+from expertmesh_kernels.cpu.call_times import call_experts, class_of, late_after_ns
 from expertmesh_kernels.cpu.checksum import SEAL_BYTES, put_seal
 from expertmesh_kernels.cpu.copies import NUM_EXPERTS, NUM_SOLE, choose_copies, set_costs
 from expertmesh_kernels.cpu.dispatch import count_rows, fill_rows
@@ -110,7 +110,7 @@ def _plan(
             calls_WC[w, word] = 0
     if not is_fixed:
         worker_of_expert_E = np.empty_like(worker_of_expert_E)
-        if not _choose(links_W, route, topk_ids_TK, worker_of_expert_E, asked_W2):
+        if not _choose(state, links_W, route, topk_ids_TK, worker_of_expert_E, asked_W2):
             return False
     count_rows(topk_ids_TK, worker_of_expert_E, num_generated_rows, calls_WC)
     row, pair = 0, 0
@@ -141,6 +141,7 @@ def _plan(
 
 @njit
 def _choose(
+    state: Words,
     links_W: Words,
     route: Route,
     topk_ids_TK: NDArray[np.int32],
@@ -160,7 +161,8 @@ def _choose(
             slowness_W[w], queue_W[w] = link[words.LINK_SLOWNESS], link[words.LINK_QUEUE_US]
     cost_W = np.empty(links_W.size, np.int64)
     set_costs(slowness_W, penalty_W, cost_W)
-    return choose_copies(rows_E, copies_ER, cost_W, queue_W, worker_of_expert_E, asked_W2)
+    call = call_experts(words.times_at(state))
+    return choose_copies(rows_E, copies_ER, cost_W, call, queue_W, worker_of_expert_E, asked_W2)
 
 
 @njit

@@ -59,6 +59,22 @@ def test_slowness_is_that_of_one_expert_worker() -> None:
     assert late_s < 3 * LATE_FACTOR * USUAL_S
 
 
+def test_what_a_call_costs_is_where_the_line_begins() -> None:
+    """Calls of two sizes tell it, in experts; one size does not, nor what grows by no expert."""
+    base_s, expert_s = 0.003, 0.0005
+    times = CallTimes()
+    for num_experts in (2, 16):
+        for _ in range(30):
+            times.see(class_of(0, num_experts), TYPICAL, base_s + expert_s * num_experts)
+        if num_experts == 2:
+            assert times.call_experts == 0
+    # sizes of a class are not told apart: between 2 and 4 experts, between 16 and 32
+    assert 6 <= times.call_experts <= 12
+    for _ in range(2000):
+        times.see(class_of(0, 16), TYPICAL, base_s / 2)
+    assert times.call_experts == 64
+
+
 def test_the_budget_is_a_share_of_calls() -> None:
     """So many at once, then one for each so many calls."""
     budget = HedgeBudget()

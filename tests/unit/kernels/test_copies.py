@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -24,14 +27,21 @@ MOST_UNEVEN_ROWS = 1.25
 
 
 def choose(
-    rows_E: Ints, copies_ER: npt.NDArray[np.int32], cost_W: Ints, queue_W: Ints | None = None
+    rows_E: Ints,
+    copies_ER: npt.NDArray[np.int32],
+    cost_W: Ints,
+    queue_W: Ints | None = None,
+    *,
+    call_experts: int = 0,
 ) -> tuple[list[int], list[list[int]]] | None:
     """The choice and its counts; None if there is none."""
     worker_of_expert_E = np.full(len(rows_E), 99, np.int32)
     asked_W2 = np.full((len(cost_W), 2), 99, np.int64)
     if queue_W is None:
         queue_W = np.zeros_like(cost_W)
-    if not choose_copies(rows_E, copies_ER, cost_W, queue_W, worker_of_expert_E, asked_W2):
+    if not choose_copies(
+        rows_E, copies_ER, cost_W, call_experts, queue_W, worker_of_expert_E, asked_W2
+    ):
         return None
     return worker_of_expert_E.tolist(), asked_W2.tolist()
 
@@ -55,7 +65,7 @@ def test_no_choice_has_fewer_experts_on_the_busiest_expert_worker(shape: Shape) 
         chosen = choose(rows_E, copies_ER, cost_W)
         assert chosen is not None
         workers, asked = chosen
-        assert chosen == choose(rows_E, copies_ER, cost_W)
+        assert chosen == choose(rows_E, copies_ER, cost_W, call_experts=5)
         for expert, worker in enumerate(workers):
             assert worker in copies_ER[expert] if rows_E[expert] else worker == -1
         counts = [workers.count(worker) for worker in range(shape.num_workers)]
@@ -108,3 +118,33 @@ def test_slow_expert_workers_get_fewer_experts() -> None:
     assert chosen[1] == [[4, 0], [0, 0], [16, 0]]
     set_costs(np.array([TYPICAL * 19 // 10, TYPICAL]), np.array([1, LEAVING]), cost_W[:2])
     assert cost_W[:2].tolist() == [1, LEAVING]
+
+
+@pytest.mark.parametrize(("call_experts", "asked"), [(0, [16, 4]), (3, [18, 2]), (8, [20, 0])])
+def test_a_slow_expert_worker_is_left_alone_if_a_call_costs_more(
+    call_experts: int, asked: list[int]
+) -> None:
+    """Twenty experts, and a copy of each on one that takes four times as long."""
+    cost_W = np.array([1, 4])
+    copies_ER = np.tile(np.array([0, 1], np.int32), (20, 1))
+    chosen = choose(np.ones(20, np.int64), copies_ER, cost_W, call_experts=call_experts)
+    assert chosen is not None
+    assert [line[NUM_EXPERTS] for line in chosen[1]] == asked
+
+
+def test_no_choice_makes_a_mesh_less_busy() -> None:
+    """Whatever expert workers cost and hold; compared with all choices there are."""
+    rng = np.random.default_rng(7)
+    for _ in range(200):
+        num_workers = int(rng.integers(2, 4))
+        cost_W, call_experts = 2 ** rng.integers(0, 4, num_workers), int(rng.integers(0, 6))
+        everyone = [rng.permutation(num_workers) for _ in range(5)]
+        copies_ER = np.array(everyone, np.int32)[:, : int(rng.integers(1, num_workers + 1))].copy()
+
+        def busy(workers: Sequence[int]) -> int:
+            num_W = np.bincount(workers, minlength=len(cost_W))
+            return int(((num_W + call_experts) * (num_W > 0) * cost_W).max())
+
+        chosen = choose(np.ones(5, np.int64), copies_ER, cost_W, call_experts=call_experts)
+        assert chosen is not None
+        assert busy(chosen[0]) == min(busy(workers) for workers in product(*copies_ER.tolist()))
