@@ -183,7 +183,7 @@ def _least_busy(
     rows_W: NDArray[np.int64],
 ) -> int:
     """Where one more expert costs least."""
-    best, best_load, best_rows, best_queue = -1, np.int64(0), np.int64(0), np.int64(0)
+    best, best_load, best_rows, best_queue = -1, 0, np.int64(0), np.int64(0)
     for worker in copies_R:
         if worker < 0 or cost_W[worker] == UNUSABLE:
             continue

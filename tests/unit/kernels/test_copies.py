@@ -140,11 +140,14 @@ def test_no_choice_makes_a_mesh_less_busy() -> None:
         cost_W, call_experts = 2 ** rng.integers(0, 4, num_workers), int(rng.integers(0, 6))
         everyone = [rng.permutation(num_workers) for _ in range(5)]
         copies_ER = np.array(everyone, np.int32)[:, : int(rng.integers(1, num_workers + 1))].copy()
-
-        def busy(workers: Sequence[int]) -> int:
-            num_W = np.bincount(workers, minlength=len(cost_W))
-            return int(((num_W + call_experts) * (num_W > 0) * cost_W).max())
-
         chosen = choose(np.ones(5, np.int64), copies_ER, cost_W, call_experts=call_experts)
         assert chosen is not None
-        assert busy(chosen[0]) == min(busy(workers) for workers in product(*copies_ER.tolist()))
+        choices = product(*copies_ER.tolist())
+        least = min(busiest(workers, cost_W, call_experts) for workers in choices)
+        assert busiest(chosen[0], cost_W, call_experts) == least
+
+
+def busiest(workers: Sequence[int], cost_W: Ints, call_experts: int) -> int:
+    """How busy the busiest is if these are asked for an expert each."""
+    num_W = np.bincount(workers, minlength=len(cost_W))
+    return int(((num_W + call_experts) * (num_W > 0) * cost_W).max())
