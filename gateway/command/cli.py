@@ -277,6 +277,38 @@ def complete(
 
 
 @app.command(sort_key=7)
+def doctor(
+    model: ModelArgument = ModelSettings.model,
+    *,
+    options: ModelFlags = _MODEL_OPTIONS,
+    http: HttpFlags = _DEFAULTS.http,
+    mesh: MeshOptionFlags = _MESH_OPTIONS,
+    engine: EngineFlags = _DEFAULTS.engine,
+    url: str | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", group=_OUTPUT)] = False,
+    config: ConfigFlag = None,
+) -> int:
+    """Look for what would keep a gateway with these flags from working, and say what to do.
+
+    Exit code 1 if something must be done. Nothing is started, downloaded or changed.
+
+    Parameters
+    ----------
+    model
+        As for `expertmesh gateway`.
+    url
+        A running server to ask, such as http://127.0.0.1:8000, instead of looking at ports.
+    as_json
+        Findings for programs.
+    config
+        YAML file with the names of these flags as keys.
+    """
+    from gateway.command.doctor_command import examine
+
+    return examine(model, options, http, mesh, engine, url=url, as_json=as_json)
+
+
+@app.command(sort_key=8)
 def version() -> int:
     """Print versions of this program and of what it computes with."""
     import platform

@@ -211,7 +211,7 @@ def exec_expert_worker(model: str, options: ExpertWorkerOptions, log: LogSetting
     """
     from expertmesh.model_tools.resolve import resolve_model
 
-    _check_port("port", options.host, options.port)
+    check_port("port", options.host, options.port)
     with make_progress() as progress:
         folder = resolve_model(model, data_home(), progress)
     inherited = {name: os.environ[name] for name in (LIFELINE_FD, READY_FD) if name in os.environ}
@@ -223,11 +223,12 @@ def exec_expert_worker(model: str, options: ExpertWorkerOptions, log: LogSetting
 
 def check_ports(http: HttpSettings) -> None:
     """Raises PortError if a port is in use, before anything slow is done."""
-    _check_port("port", http.host, http.port)
-    _check_port("grpc_port", http.host, http.grpc_port)
+    check_port("port", http.host, http.port)
+    check_port("grpc_port", http.host, http.grpc_port)
 
 
-def _check_port(name: str, host: str, port: int) -> None:
+def check_port(name: str, host: str, port: int) -> None:
+    """Raises PortError, which names the setting, if a port is in use; 0 never is."""
     if port:
         _bind(name, host, port).close()
 
