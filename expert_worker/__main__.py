@@ -25,6 +25,7 @@ from expertmesh.quiet_gc import QuietGc, pause_while_starting
 from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings, data_home
 from expertmesh.stop_request import StopRequest, end_within
 from expertmesh.tls_settings import warn_of_exposure
+from expertmesh.transport import make_transport
 
 _ENDING_S = 3.0  # for the rest of an orderly end, after the drain
 
@@ -103,6 +104,7 @@ def _serve(
     share = settle(settings.threads, settings.cores)
     checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))
     chosen_experts(settings.experts, checkpoint.config, settings.expert_slots)  # or refused at once
+    make_transport(settings.tls_files, serves=True)  # likewise
     # Numba and torch come now, after settings were checked.
     from expertmesh_kernels.compile_elsewhere import compile_elsewhere, end_of_start
 

@@ -180,6 +180,11 @@ def test_other_commands_check_the_checkpoint_too(checkpoint: Path, command: str)
     _fails(*arguments, exit_code=BAD_CHECKPOINT, mentions=(EXPERT,))
 
 
+NO_CERTIFICATES = tuple(
+    word for kind in ("cert", "key", "ca") for word in (f"--tls-{kind}-file", __file__)
+)
+
+
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "no-such-model"])
 def test_missing_folder(model: str) -> None:
     """A folder that is not there is named."""
@@ -221,13 +226,14 @@ def test_bad_flags(checkpoint: Path, flags: tuple[str, ...], mentions: tuple[str
         (("--experts", "7/3"), ("7/3",)),
         (("--experts", "0-99"), ("99",)),
         (("--experts", "some"), ("some",)),
+        (NO_CERTIFICATES, ("--tls-cert-file", __file__)),
     ],
     ids=lambda value: " ".join(value),
 )
 def test_bad_flags_of_an_expert_worker(
     checkpoint: Path, flags: tuple[str, ...], mentions: tuple[str, ...]
 ) -> None:
-    """A share or an expert that the model does not have is named."""
+    """A share or an expert that the model does not have is named, and so are files."""
     arguments = ["expert-worker", str(checkpoint), "--port", "0", *flags]
     _fails(*arguments, exit_code=BAD_SETTING, mentions=mentions)
 
