@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -18,6 +19,10 @@ from expertmesh_kernels.router import Routing
 
 MOST_TRIES = 3
 """Of rows that were changed on the way, with who alone has their experts."""
+
+
+Cause = Literal["late", "lost", "damaged", "refused"]
+"""Why a call's rows are asked of others; `refused` is whatever the others are not."""
 
 
 @dataclass(eq=False)
@@ -40,8 +45,8 @@ class Call:
     """It was late before, when no more calls could be hedged."""
     is_served: bool = False
     """Its rows are there, from whomever."""
-    is_damaged: bool = False
-    """It or its reply was changed on the way, which may go well the next time."""
+    cause: Cause = "refused"
+    """Once it has failed. What was damaged on the way may go well the next time."""
     abandoned: bool = False
     """Nobody waits for the reply any more."""
     is_probe: bool = False
@@ -64,6 +69,11 @@ class Outcome:
     """The call or its reply was changed on the way."""
     is_lost: bool = False
     """The connection ended while the expert worker had the rows: perhaps it died of them."""
+
+    @property
+    def cause(self) -> Cause:
+        """If there is no reply, or none that can be used."""
+        return "damaged" if self.is_damaged else "lost" if self.is_lost else "refused"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import grpc
 
+from attention_worker.gate_counts import GateCounts
 from expertmesh.model_config import ModelConfig
 from expertmesh.placement import ExpertMap, ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -60,11 +61,13 @@ class MembershipStream:
     Args:
         config: Layers and experts that a map may name.
         user: Where maps go and observations come from.
+        gate_counts: How often experts were chosen.
     """
 
-    def __init__(self, config: ModelConfig, user: MapUser) -> None:
+    def __init__(self, config: ModelConfig, user: MapUser, gate_counts: GateCounts) -> None:
         self._config = config
         self._user = user
+        self._gate_counts = gate_counts
         self._epoch = 0
         self._refused = ""
         self._ended = threading.Event()
@@ -84,11 +87,14 @@ class MembershipStream:
         )
         reader.start()
         while not self._ended.wait(OBSERVATION_INTERVAL_S):
-            observations, num_dropped = self._user.observations(), self._user.take_dropped()
-            if observations or num_dropped:
-                yield pb.MembershipResponse(
-                    epoch=self._epoch, observations=observations, num_dropped_pairs=num_dropped
-                )
+            news = pb.MembershipResponse(
+                observations=self._user.observations(),
+                num_dropped_pairs=self._user.take_dropped(),
+                gate_rows=self._gate_counts.take(),
+            )
+            if news.ByteSize():
+                news.epoch = self._epoch
+                yield news
         if self._refused:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, self._refused)
 

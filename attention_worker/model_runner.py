@@ -20,6 +20,7 @@ from torch import Tensor
 from attention_worker.batch import Batch, Schedule, make_batch
 from attention_worker.drafts import Speculation, make_drafter
 from attention_worker.experts import ExpertClient
+from attention_worker.gate_counts import GateCounts
 from attention_worker.grammar import GrammarMasker, PendingMasks
 from attention_worker.layers.ffn import ExpertCalls
 from attention_worker.losses import LethalStepError
@@ -78,6 +79,7 @@ class ModelRunner:
         self.state = state
         self.limits = limits
         self.grammars = grammars
+        self.gate_counts = GateCounts(model.config)
         self.on_logits: LogitsObserver = ignore_logits
         self._experts = experts
         self.stages = choose_stages(model, experts)
@@ -161,6 +163,7 @@ class ModelRunner:
         self._slots.commit_computed(schedule.slots_S, num_computed_S)  # from here on it counts
         self.state.commit(schedule.slots_S, num_computed_S)
         tokens.commit(self._slots)
+        self.gate_counts.add(calls.choices)
         response.drafts.extend(self._drafter.propose(tokens, self._slots))
         return response
 

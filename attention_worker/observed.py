@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from attention_worker.call_times import TYPICAL
+from attention_worker.calls import Call, Cause
 from attention_worker.link import Link
 from expertmesh.placement import ExpertWorkerEntry
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -56,10 +58,18 @@ class Observed:
             self._seen.faults += 1
             self._seen.last_fault = reason
 
-    def count_retry(self) -> None:
+    def count_late(self, call: Call) -> None:
+        """Counts a call that was not answered when it should have been; each one once."""
+        if call.cause != "late":
+            call.cause = "late"
+            with self._lock:
+                self._seen.late_calls += 1
+
+    def count_retry(self, cause: Cause) -> None:
         """Counts that others were asked for the rows of a call that failed here."""
         with self._lock:
             self._seen.retries += 1
+            self._seen.retries_by_cause[cause] += 1
 
     def count_hedge(self) -> None:
         """Counts that others were asked for the rows of a call that is late here."""
@@ -87,7 +97,10 @@ class Observed:
         with self._lock:
             seen, self._seen = self._seen, self._nothing()
             self._link.report(seen)
-        return seen if seen != self._nothing() else None
+        if seen == self._nothing():
+            return None
+        seen.slowness_percent = self._link.slowness * 100 // TYPICAL
+        return seen
 
     def _nothing(self) -> pb.ExpertObservation:
         worker = self._worker

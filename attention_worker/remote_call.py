@@ -235,7 +235,7 @@ class RemoteCall:
             return  # came while it was given up
         self._open.remove(call)
         stream = self._routes.streams[call.rows.worker]
-        reason, call.is_damaged = outcome.reason, outcome.is_damaged
+        reason, call.cause = outcome.reason, outcome.cause
         if outcome.response is not None:
             try:
                 self._place(call, outcome.response)
@@ -312,6 +312,7 @@ class RemoteCall:
     def _be_late(self, call: Call) -> None:
         """Hedges a call; at the end of the dispatch it fails."""
         stream, now_s = self._routes.streams[call.rows.worker], time.monotonic()
+        stream.observed.count_late(call)
         if now_s >= self._batch.deadline_s:
             self._open.remove(call)
             stream.abandon(call)
@@ -348,7 +349,7 @@ class RemoteCall:
         if in_time:
             experts = self._ask_others(call)
         if experts is None:
-            self._routes.streams[call.rows.worker].observed.count_retry()
+            self._routes.streams[call.rows.worker].observed.count_retry(call.cause)
         elif not self._is_part_of_open(call):
             if in_time and self._drop(experts, self._rows_E(call)):
                 return self._retry(call, reason)
@@ -362,7 +363,7 @@ class RemoteCall:
         for expert in np.flatnonzero(rows_E).tolist():
             self._tried.setdefault(expert, set()).add(call.rows.worker)
         assignment, missing = self._choose(rows_E, self._tried)
-        if missing and call.is_damaged and self._num_attempts < MOST_TRIES:
+        if missing and call.cause == "damaged" and self._num_attempts < MOST_TRIES:
             others = {e: workers - {call.rows.worker} for e, workers in self._tried.items()}
             assignment, missing = self._choose(rows_E, others)
         if missing:

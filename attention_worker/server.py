@@ -104,7 +104,9 @@ class AttentionServicer(pb_grpc.AttentionServiceServicer):
         self, request_iterator: Iterator[pb.MembershipRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.MembershipResponse]:
         """Takes expert maps, yields observations."""
-        membership = MembershipStream(self._runner.model.config, self._map_user)
+        membership = MembershipStream(
+            self._runner.model.config, self._map_user, self._runner.gate_counts
+        )
         with self._memberships_lock:
             self._memberships.add(membership)
         try:

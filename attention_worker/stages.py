@@ -91,8 +91,7 @@ class CompiledLayers:
         pages = inputs.pages.part(self.first, len(self.layers.halves))
         ids_LTK, experts_s = local_layers_(*rows, self.layers, pages, inputs.places)
         calls.dispatch_s += experts_s
-        for topk_ids_TK in ids_LTK:
-            calls.recorder.record(topk_ids_TK)
+        calls.chosen(self.first, ids_LTK)
         return rows
         yield
 
@@ -126,8 +125,7 @@ class ExchangingLayers:
                     layer += 1
                     continue
                 ended = through.run_(*rows, layer, words, routes, limits)
-                for topk_ids_TK in through.ids_LTK[layer : ended + 1]:
-                    calls.recorder.record(topk_ids_TK)
+                calls.chosen(self.first + layer, through.ids_LTK[layer : ended + 1])
                 if ended < count:
                     rows = self._finish(ended, rows, through, calls)
                 layer = ended + 1

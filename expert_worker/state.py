@@ -19,6 +19,7 @@ from expert_worker.call_counters import CallCounters
 from expert_worker.store import ExpertStore
 from expertmesh import PROTOCOL_REVISION
 from expertmesh.errors import WireError
+from expertmesh.process_usage import usage_of
 from expertmesh.v1 import expert_service_pb2 as pb
 from expertmesh.wire import DTYPE_CODES
 from expertmesh_kernels.cpu.words import put
@@ -298,6 +299,8 @@ class WorkerState:
             load.calls_by_wait.extend(total.calls_by_wait.tolist())
             load.uptime_us = int((time.monotonic() - self._born_s) * 1e6)
             load.queued_calls = max(0, self._count_in_flight() - 1)  # one of them has the device
+        usage = usage_of()
+        load.cpu_us, load.rss_bytes = int(usage.cpu_s * 1e6), usage.rss_bytes
         return load
 
     # --- telling ---

@@ -31,6 +31,8 @@ from gateway.placement.operator import Operator, StaticPlacement
 from gateway.responses.handlers import ResponseHandlers
 from gateway.service import GenerationFrontend, new_id
 from gateway.status_handlers import OPEN_PATHS, StatusHandlers, load_header
+from gateway.telemetry.handlers import MoeHandlers
+from gateway.telemetry.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ def build_app(
     access: Access = _ANYBODY,
     settings: Mapping[str, object] = _NO_SETTINGS,
     operator: Operator = _NOTHING_PLACED,
+    telemetry: Telemetry | None = None,
 ) -> web.Application:
     """The application.
 
@@ -72,6 +75,7 @@ def build_app(
         access: Who may call.
         settings: What /server_info shows.
         operator: Does what operators ask.
+        telemetry: What /v1/moe shows; by default there is nothing to see.
     """
     door = _Door(frontend, access)
     app = web.Application(middlewares=[door.answer], client_max_size=frontend.limits.max_body_bytes)
@@ -82,6 +86,7 @@ def build_app(
     MessagesHandlers(frontend).add_routes(app.router)
     StatusHandlers(frontend, registry, settings).add_routes(app.router)
     AdminHandlers(operator).add_routes(app.router)
+    MoeHandlers(telemetry or Telemetry(), frontend).add_to(app)
     return app
 
 

@@ -23,6 +23,7 @@ from gateway.listen import bind, check_free, is_loopback, port_error
 from gateway.placement.operator import Operator
 from gateway.reception import Reception
 from gateway.service import GenerationFrontend
+from gateway.telemetry.telemetry import Telemetry
 
 _ANSWER_GRACE_S = 0.7
 """At the end, for connections to write what was decided."""
@@ -59,7 +60,11 @@ class PublicApis:
         check_free("--grpc-port", http.host, http.grpc_port)
 
     async def open(
-        self, frontend: GenerationFrontend, registry: CollectorRegistry, operator: Operator
+        self,
+        frontend: GenerationFrontend,
+        registry: CollectorRegistry,
+        operator: Operator,
+        telemetry: Telemetry,
     ) -> tuple[int, int]:
         """Serves from now on; returns the ports of HTTP and of gRPC.
 
@@ -67,6 +72,7 @@ class PublicApis:
             frontend: Where answers come from.
             registry: What /metrics shows.
             operator: Does what operators ask.
+            telemetry: What /v1/moe shows.
 
         Raises:
             PortError: A port was taken meanwhile.
@@ -80,6 +86,7 @@ class PublicApis:
                 access=Access(self._keys, self._admin_access(self._socket), http.origins),
                 settings=dataclasses.asdict(self._settings),
                 operator=operator,
+                telemetry=telemetry,
             ),
             frontend.limits,
             stop_s=_ANSWER_GRACE_S,

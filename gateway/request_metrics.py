@@ -23,6 +23,7 @@ from expertmesh import __version__
 from gateway.engine.engine_observer import EngineObserver
 from gateway.mesh.mesh_status import ExpertWorkerState, MeshStatus
 from gateway.sequence import DispatchStats, EngineStats, FinishReason, GenerationRequest
+from gateway.telemetry.latencies import RequestTotals
 
 _LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
 _FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -64,6 +65,8 @@ class RequestMetrics(EngineObserver):
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.totals = RequestTotals()
+        """The same for windows of time."""
         self._registry = registry
         self._labels = (model_name,)
         self._mirrored: list[Collector] = []
@@ -141,17 +144,20 @@ class RequestMetrics(EngineObserver):
     def request_started(self, request: GenerationRequest, queue_s: float) -> None:
         """A request got its first request slot."""
         num_tokens = len(request.prompt_token_ids)
+        self.totals.started(num_tokens, queue_s)
         self._queue.labels(*self._labels).observe(queue_s)
         self._prompt_len.labels(*self._labels).observe(num_tokens)
         self.prompt_tokens.labels(*self._labels).inc(num_tokens)
 
     def first_token(self, request: GenerationRequest, since_arrival_s: float) -> None:
         """The first token was sampled."""
+        self.totals.first_token(since_arrival_s)
         self._first.labels(*self._labels).observe(since_arrival_s)
         self.generation_tokens.labels(*self._labels).inc()
 
     def next_token(self, request: GenerationRequest, since_last_s: float) -> None:
         """A further token was sampled."""
+        self.totals.next_token(since_last_s)
         self._next.labels(*self._labels).observe(since_last_s)
         self.generation_tokens.labels(*self._labels).inc()
 
@@ -163,6 +169,7 @@ class RequestMetrics(EngineObserver):
         since_arrival_s: float,
     ) -> None:
         """A request ended."""
+        self.totals.finished(since_arrival_s, failed=reason is FinishReason.ERROR)
         self._success.labels(*self._labels, reason.value).inc()
         self._whole.labels(*self._labels).observe(since_arrival_s)
         self._output_len.labels(*self._labels).observe(num_generated)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -142,6 +142,10 @@ class DispatchStats:
     """Times that it was not asked for a while, since it was silent or wrong."""
     damaged: int = 0
     """Calls and replies that were changed on the way, as their checksums tell."""
+    late_calls: int = 0
+    """Calls that were not answered within three times what such calls take."""
+    retry_causes: Mapping[str, int] = field(default_factory=dict)
+    """`retries` by cause: late, lost, damaged or refused."""
     rows_out: int = 0
     """Token rows sent."""
     rows_back: int = 0
@@ -152,6 +156,10 @@ class DispatchStats:
     """Sum over the calls."""
     compute_s: float = 0.0
     """Part of it that the expert worker reports as computing."""
+    slowness: float = 0.0
+    """How long its calls take of late, to what such calls take; 0 if that is not known."""
+    last_fault: str = ""
+    """Why the latest of `faults` was one."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from expertmesh.model_tools.resolve import DEMO_NAMES, resolve_model
 from expertmesh.placement import ExpertMap, missing_pairs
 from expertmesh.settings import GatewaySettings, data_home
 from expertmesh.transport import make_transport
+from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.wire import incarnation
 from gateway.attention.group import AttentionGroup
 from gateway.engine.engine import Engine
@@ -40,6 +41,7 @@ from gateway.mesh.discovery import Discovery, StaticDiscovery
 from gateway.mesh.discovery_metrics import DiscoveryCollector
 from gateway.mesh.discovery_setup import make_discovery
 from gateway.mesh.dispatch_totals import DispatchTotals
+from gateway.mesh.gate_totals import GateTotals
 from gateway.mesh.membership import Membership, ServedIdentity
 from gateway.mesh.mesh_status import MeshStatus
 from gateway.placement.metrics import PlacementCollector
@@ -51,6 +53,8 @@ from gateway.sampling_defaults import SamplingDefaults
 from gateway.scaling.scaler import NoScaler, Scaler
 from gateway.scaling.setup import make_scaler
 from gateway.service import ApiLimits, GenerationFrontend, ServedModel
+from gateway.telemetry.setup import make_telemetry
+from gateway.telemetry.telemetry import Telemetry
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 
@@ -82,6 +86,8 @@ class Gateway:
         self._engine: EnginePool | None = None
         self.frontend: GenerationFrontend | None = None
         self._dispatch = DispatchTotals()
+        self._gate = GateTotals()
+        self._telemetry = Telemetry()
         self.info: dict[str, object] = {}
         self._transport = make_transport(settings.mesh.tls_files)
         self._apis = PublicApis(settings)
@@ -97,6 +103,8 @@ class Gateway:
         if self._interrupted:
             raise StartupError("the gateway was told to stop")
         self._discovery = await asyncio.to_thread(make_discovery, self._settings.mesh)
+        config = checkpoint.config
+        self._gate = GateTotals(len(config.moe_layers), config.num_experts)
         self._membership = self._watch_experts(checkpoint)
         self._placement = await asyncio.to_thread(
             make_placement,
@@ -170,6 +178,7 @@ class Gateway:
             await asyncio.to_thread(self._engine.stop, 1.0)
         if self.frontend is not None:
             await asyncio.to_thread(self.frontend.close)
+        await asyncio.to_thread(self._telemetry.stop)
         if self._checkpoint is not None:
             self._checkpoint.close()
 
@@ -240,8 +249,13 @@ class Gateway:
             shares,
             checkpoint.fingerprint,
             incarnation(),
-            on_observations=self._dispatch.add,
+            on_observations=self._take_observations,
         )
+
+    def _take_observations(self, response: pb.MembershipResponse) -> None:
+        """In a thread of an attention worker's: what that has seen since the last time."""
+        self._dispatch.add(response)
+        self._gate.add(response)
 
     async def _serve(self, checkpoint: Checkpoint) -> None:
         """Engine and APIs, once the attention worker is up."""
@@ -274,7 +288,11 @@ class Gateway:
         registry.register(DiscoveryCollector(self._discovery.report))
         model = self._served_model(checkpoint, tokenizer, engine.limits.max_model_len)
         self.frontend = GenerationFrontend(engine, model, self.mesh, self._api_limits())
-        port, grpc_port = await self._apis.open(self.frontend, registry, self._placement)
+        self._telemetry = self._make_telemetry(checkpoint, engine, metrics)
+        self._telemetry.start()
+        port, grpc_port = await self._apis.open(
+            self.frontend, registry, self._placement, self._telemetry
+        )
         self.info = {
             "port": port,
             "http_port": port,
@@ -283,6 +301,21 @@ class Gateway:
             "attention_worker_pids": self.attention.pids,
             "kv_cache_tokens": engine.limits.kv_cache_tokens,
         }
+
+    def _make_telemetry(
+        self, checkpoint: Checkpoint, engine: EnginePool, metrics: RequestMetrics
+    ) -> Telemetry:
+        assert self._membership is not None
+        return make_telemetry(
+            checkpoint.config,
+            self._settings.mesh.attention_workers if self._colocated(checkpoint) else 0,
+            self._membership,
+            gate_rows=self._gate.snapshot,
+            mesh=self.mesh,
+            stats=engine.stats,
+            requests=metrics.totals,
+            placement=self._placement,
+        )
 
     def _api_limits(self) -> ApiLimits:
         """What the queue could never take is refused for good, not for now."""

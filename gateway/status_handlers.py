@@ -16,7 +16,9 @@ from gateway.openai.logprobs import Json
 from gateway.sequence import EngineStats
 from gateway.service import GenerationFrontend
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics", "/load"})
+OPEN_PATHS = frozenset(
+    {"/health", "/ready", "/ping", "/version", "/metrics", "/metrics/experts", "/load"}
+)
 """What needs no API key."""
 
 Encoder = Callable[[CollectorRegistry], bytes]

@@ -9,10 +9,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attention_worker.experts import ExpertClient, Finished, Pending
+from attention_worker.gate_counts import Choice
 from attention_worker.routed_experts import NoRecorder, RoutingRecorder
 from expertmesh.model_config import Activation
 from expertmesh_kernels.activation import sigmoid_scaled
@@ -42,6 +45,8 @@ class ExpertCalls:
     """Request slots with rows that went without an expert."""
     recorder: RoutingRecorder = field(default_factory=NoRecorder)
     """Is told which experts were chosen."""
+    choices: list[Choice] = field(default_factory=list)
+    """What was chosen so far; of all micro-batches of the step."""
 
     def dispatch(self, layer: int, h_TH: Tensor, routing: Routing) -> Pending:
         """Sends rows to their experts; the time it takes counts as such.
@@ -54,6 +59,17 @@ class ExpertCalls:
         pending = self.client.dispatch(layer, h_TH, routing, self.num_generated_rows, deadline_s)
         self.dispatch_s += time.monotonic() - started_s
         return pending
+
+    def chosen(self, layer: int, ids_LTK: npt.NDArray[np.int32]) -> None:
+        """Takes note of the experts that gates chose.
+
+        Args:
+            layer: Number of the first of L successive MoE layers.
+            ids_LTK: Their choices; not changed any more.
+        """
+        self.choices.append((layer, ids_LTK))
+        for topk_ids_TK in ids_LTK:
+            self.recorder.record(topk_ids_TK)
 
     def add_times(self, dispatch_s: float, wait_s: float, busy_s: float) -> None:
         """Counts what calls cost that were made elsewhere."""
@@ -157,7 +173,7 @@ class MoeFfn:
     def begin(self, h_TH: Tensor, calls: ExpertCalls) -> FfnResult:
         """The weighted sum over each row's experts, plus the shared experts."""
         routing = choose_experts(h_TH, self.gate)
-        calls.recorder.record(routing.topk_ids_TK)
+        calls.chosen(self.layer, routing.topk_ids_TK[np.newaxis])
         pending = calls.dispatch(self.layer, h_TH, routing)
         return _MoeResult(pending, calls, [expert(h_TH) for expert in self.shared])
 

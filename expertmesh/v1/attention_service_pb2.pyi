@@ -327,7 +327,14 @@ class MembershipRequest(_message.Message):
     def __init__(self, expert_map: _Optional[_Union[ExpertMapUpdate, _Mapping]] = ...) -> None: ...
 
 class ExpertObservation(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "calls", "faults", "rows_out", "rows_back", "bytes_out", "bytes_back", "round_trip_us", "compute_us", "last_fault", "hedges", "retries", "late_replies", "ejections", "damaged")
+    __slots__ = ("worker_id", "incarnation", "calls", "faults", "rows_out", "rows_back", "bytes_out", "bytes_back", "round_trip_us", "compute_us", "last_fault", "hedges", "retries", "late_replies", "ejections", "damaged", "late_calls", "retries_by_cause", "slowness_percent")
+    class RetriesByCauseEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +351,9 @@ class ExpertObservation(_message.Message):
     LATE_REPLIES_FIELD_NUMBER: _ClassVar[int]
     EJECTIONS_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    LATE_CALLS_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_BY_CAUSE_FIELD_NUMBER: _ClassVar[int]
+    SLOWNESS_PERCENT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     calls: int
@@ -360,14 +370,19 @@ class ExpertObservation(_message.Message):
     late_replies: int
     ejections: int
     damaged: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., calls: _Optional[int] = ..., faults: _Optional[int] = ..., rows_out: _Optional[int] = ..., rows_back: _Optional[int] = ..., bytes_out: _Optional[int] = ..., bytes_back: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., last_fault: _Optional[str] = ..., hedges: _Optional[int] = ..., retries: _Optional[int] = ..., late_replies: _Optional[int] = ..., ejections: _Optional[int] = ..., damaged: _Optional[int] = ...) -> None: ...
+    late_calls: int
+    retries_by_cause: _containers.ScalarMap[str, int]
+    slowness_percent: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., calls: _Optional[int] = ..., faults: _Optional[int] = ..., rows_out: _Optional[int] = ..., rows_back: _Optional[int] = ..., bytes_out: _Optional[int] = ..., bytes_back: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., compute_us: _Optional[int] = ..., last_fault: _Optional[str] = ..., hedges: _Optional[int] = ..., retries: _Optional[int] = ..., late_replies: _Optional[int] = ..., ejections: _Optional[int] = ..., damaged: _Optional[int] = ..., late_calls: _Optional[int] = ..., retries_by_cause: _Optional[_Mapping[str, int]] = ..., slowness_percent: _Optional[int] = ...) -> None: ...
 
 class MembershipResponse(_message.Message):
-    __slots__ = ("epoch", "observations", "num_dropped_pairs")
+    __slots__ = ("epoch", "observations", "num_dropped_pairs", "gate_rows")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OBSERVATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    GATE_ROWS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     observations: _containers.RepeatedCompositeFieldContainer[ExpertObservation]
     num_dropped_pairs: int
-    def __init__(self, epoch: _Optional[int] = ..., observations: _Optional[_Iterable[_Union[ExpertObservation, _Mapping]]] = ..., num_dropped_pairs: _Optional[int] = ...) -> None: ...
+    gate_rows: bytes
+    def __init__(self, epoch: _Optional[int] = ..., observations: _Optional[_Iterable[_Union[ExpertObservation, _Mapping]]] = ..., num_dropped_pairs: _Optional[int] = ..., gate_rows: _Optional[bytes] = ...) -> None: ...

@@ -234,7 +234,7 @@ class LayerExperts(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., resident: _Optional[_Iterable[int]] = ..., retiring: _Optional[_Iterable[int]] = ..., pairs: _Optional[_Iterable[int]] = ..., fingerprints: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LoadCounters(_message.Message):
-    __slots__ = ("calls", "errors", "rows", "pairs", "compute_us", "queued_calls", "streams", "queue_us", "calls_by_wait", "uptime_us")
+    __slots__ = ("calls", "errors", "rows", "pairs", "compute_us", "queued_calls", "streams", "queue_us", "calls_by_wait", "uptime_us", "cpu_us", "rss_bytes")
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +245,8 @@ class LoadCounters(_message.Message):
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     CALLS_BY_WAIT_FIELD_NUMBER: _ClassVar[int]
     UPTIME_US_FIELD_NUMBER: _ClassVar[int]
+    CPU_US_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     calls: int
     errors: int
     rows: int
@@ -255,7 +257,9 @@ class LoadCounters(_message.Message):
     queue_us: int
     calls_by_wait: _containers.RepeatedScalarFieldContainer[int]
     uptime_us: int
-    def __init__(self, calls: _Optional[int] = ..., errors: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., compute_us: _Optional[int] = ..., queued_calls: _Optional[int] = ..., streams: _Optional[int] = ..., queue_us: _Optional[int] = ..., calls_by_wait: _Optional[_Iterable[int]] = ..., uptime_us: _Optional[int] = ...) -> None: ...
+    cpu_us: int
+    rss_bytes: int
+    def __init__(self, calls: _Optional[int] = ..., errors: _Optional[int] = ..., rows: _Optional[int] = ..., pairs: _Optional[int] = ..., compute_us: _Optional[int] = ..., queued_calls: _Optional[int] = ..., streams: _Optional[int] = ..., queue_us: _Optional[int] = ..., calls_by_wait: _Optional[_Iterable[int]] = ..., uptime_us: _Optional[int] = ..., cpu_us: _Optional[int] = ..., rss_bytes: _Optional[int] = ...) -> None: ...
 
 class ExpertId(_message.Message):
     __slots__ = ("layer", "expert")

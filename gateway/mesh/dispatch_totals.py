@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 
 from expertmesh.v1 import attention_service_pb2 as pb
@@ -45,10 +46,18 @@ def _sum(old: DispatchStats, seen: pb.ExpertObservation) -> DispatchStats:
         late_replies=old.late_replies + seen.late_replies,
         ejections=old.ejections + seen.ejections,
         damaged=old.damaged + seen.damaged,
+        late_calls=old.late_calls + seen.late_calls,
+        retry_causes=_added(old.retry_causes, seen.retries_by_cause),
         rows_out=old.rows_out + seen.rows_out,
         rows_back=old.rows_back + seen.rows_back,
         bytes_out=old.bytes_out + seen.bytes_out,
         bytes_back=old.bytes_back + seen.bytes_back,
         round_trip_s=old.round_trip_s + seen.round_trip_us / 1e6,
         compute_s=old.compute_s + seen.compute_us / 1e6,
+        slowness=seen.slowness_percent / 100,
+        last_fault=seen.last_fault or old.last_fault,
     )
+
+
+def _added(old: Mapping[str, int], new: Mapping[str, int]) -> Mapping[str, int]:
+    return {cause: old.get(cause, 0) + new.get(cause, 0) for cause in old.keys() | new.keys()}

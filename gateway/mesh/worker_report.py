@@ -43,6 +43,10 @@ class WorkCounters:
     """Of that, its device computed."""
     calls_by_wait: tuple[int, ...] = _NO_WAITS
     """Calls by the time that they waited for the device: see `expertmesh.call_waits`."""
+    cpu_s: float = 0.0
+    """Processor time of its process; 0 if it does not tell."""
+    rss_bytes: int = 0
+    """Memory of its process; 0 if it does not tell."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,10 @@ class KnownWorker:
     copies: Mapping[ExpertKey, int] = field(default_factory=dict)
     """Resident expert to the fingerprint of the bytes that it was read from; none if it is not
     told."""
+    layer_pairs: Mapping[int, int] = field(default_factory=dict)
+    """(row, expert) pairs computed in this life of it, by layer."""
+    device: str = ""
+    """E.g. "cpu" or "cuda:0"."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,13 @@ def read_snapshot(
             leaving=snapshot.draining,
         ),
         KnownWorker(
-            address, _view(snapshot), _pairs(snapshot), _work(snapshot.load), _copies(snapshot)
+            address,
+            _view(snapshot),
+            _pairs(snapshot),
+            _work(snapshot.load),
+            _copies(snapshot),
+            layer_pairs={layer.layer: sum(layer.pairs) for layer in snapshot.layers},
+            device=snapshot.device,
         ),
     )
 
@@ -156,7 +170,9 @@ def _work(load: pb.LoadCounters) -> WorkCounters:
     waits = tuple(load.calls_by_wait)
     if len(waits) != len(_NO_WAITS):
         return WorkCounters()  # as if it said nothing: other counts cannot be compared with these
-    return WorkCounters(load.uptime_us / 1e6, load.compute_us / 1e6, waits)
+    return WorkCounters(
+        *(load.uptime_us / 1e6, load.compute_us / 1e6, waits, load.cpu_us / 1e6, load.rss_bytes)
+    )
 
 
 def _incompatibility(snapshot: pb.WatchResponse, served: ServedIdentity) -> str:

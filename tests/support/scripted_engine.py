@@ -43,6 +43,7 @@ from gateway.sequence import (
     TokenLogprobs,
 )
 from gateway.service import ApiLimits, GenerationFrontend, ServedModel
+from gateway.telemetry.telemetry import Telemetry
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
 
@@ -232,6 +233,7 @@ async def scripted_gateway(
     model: ServedModel | None = None,
     access: Access | None = None,
     operator: Operator | None = None,
+    telemetry: Telemetry | None = None,
     shares: Callable[[], DescriptorShares] = DescriptorShares.now,
 ) -> AsyncIterator[Gateway]:
     """Starts the server on a free port and stops it."""
@@ -254,6 +256,7 @@ async def scripted_gateway(
         access=access or Access(),
         settings=settings,
         operator=operator or StaticPlacement(),
+        telemetry=telemetry,
     )
     if add_routes is not None:
         add_routes(app)

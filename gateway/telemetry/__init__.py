@@ -1,0 +1,1 @@
+"""What is seen of the mesh while it serves: use of experts, calls, latencies, over some seconds."""
