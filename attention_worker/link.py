@@ -24,7 +24,9 @@ _COUNTERS = (
     "round_trip_us",
 )
 """Fields of an observation, in the order of the counters."""
-_FORGIVEN_PART = 8
+_FORGIVEN = TYPICAL // 2
+"""Slowness of who was long not asked: quick enough to be asked, even if the others have got quicker
+meanwhile, and no quicker, or all would be asked of it."""
 
 
 class Link:
@@ -111,8 +113,12 @@ class Link:
             setattr(seen, field, getattr(seen, field) + value)
 
     def forgive(self) -> None:
-        """Who was slow, and is not asked for that, is asked again in time."""
-        self.slowness -= max(0, self.slowness - TYPICAL) // _FORGIVEN_PART
+        """Who was slow, perhaps for a moment only, and is not asked for that, is asked again soon.
+
+        Half of it is forgiven; called twice a second while nothing is asked, that is in some
+        seconds at most. If it is slow still, one late call is what it costs to know.
+        """
+        self.slowness -= max(0, self.slowness - _FORGIVEN) // 2
 
     def _counters(self) -> npt.NDArray[np.int64]:
         first = words.FIRST_COUNTER

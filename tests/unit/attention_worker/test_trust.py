@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from attention_worker import trust
 from attention_worker.call_times import HEDGED_SHARE, HEDGES_AT_ONCE, CallTimes, HedgeBudget
+from attention_worker.link import Link
 from attention_worker.trust import Trust
 from expertmesh_kernels.cpu.call_times import EARLIEST_NS, LATE_FACTOR, TYPICAL, class_of
 
 USUAL_S = 0.02
+SIX_SECONDS = 12
+"""Reports, two a second."""
 
 
 def times_of(size: int, *took_s: float) -> CallTimes:
@@ -57,6 +60,18 @@ def test_slowness_is_that_of_one_expert_worker() -> None:
     late_s = times.late_after_s(5, quick)
     assert late_s is not None
     assert late_s < 3 * LATE_FACTOR * USUAL_S
+
+
+def test_who_is_not_asked_is_forgiven() -> None:
+    """From as slow as can be, in seconds; and no quicker than the others, who are asked."""
+    link = Link(incarnation=1, credits=1)
+    link.slowness = 64 * TYPICAL
+    for _ in range(SIX_SECONDS):
+        link.forgive()
+    assert TYPICAL // 2 <= link.slowness < TYPICAL
+    link.slowness = TYPICAL // 3
+    link.forgive()
+    assert link.slowness == TYPICAL // 3
 
 
 def test_what_a_call_costs_is_where_the_line_begins() -> None:
