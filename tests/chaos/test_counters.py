@@ -70,16 +70,17 @@ class Toll:
         poll(self._killed.is_set, timeout_s=30.0, what="it is asked something")
         self.worker.process.process.wait(10.0)
         self._is_armed = False
+        self._killed.clear()  # before the next life is asked
         start_all([self.worker])
-        self._killed.clear()
 
 
 def test_counters(networked: Mesh, traffic: Traffic, table: list[Row]) -> None:
     """Each kill hits a call that was sent and not answered. Of the calls that passed the network:
 
     * answered ones are answers, or late replies, in the metrics;
-    * each other one was a retry, unless it had been hedged before it was lost;
-    * each fault was one or the other; nothing was damaged, and nobody ejected.
+    * each other one is a fault: it was asked of others then, a retry, unless it had been hedged
+      before it was lost, or was the hedge itself;
+    * each further fault was a late one that was hedged; nothing was damaged, and nobody ejected.
     """
     row = Row("kill -9 within a call, 1 of 3", times=TIMES)
     table.append(row)
@@ -108,8 +109,8 @@ def test_counters(networked: Mesh, traffic: Traffic, table: list[Row]) -> None:
     judge(streams, traffic.expected, row)
     assert num_lost >= TIMES
     assert found["answers"] + found["late"] == num_replies
-    assert found["retries"] <= num_lost <= found["retries"] + found["hedges"]
-    assert found["faults"] == found["retries"] + found["hedges"]
+    assert found["retries"] <= num_lost <= found["faults"] <= num_lost + found["hedges"]
+    assert found["retries"] + found["hedges"] <= found["faults"]
     assert (found["ejections"], found["damaged"]) == (0, 0)
 
 
