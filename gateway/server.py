@@ -36,6 +36,7 @@ from gateway.attention.group import AttentionGroup
 from gateway.engine.engine import Engine
 from gateway.engine.engine_pool import EnginePool
 from gateway.engine.inquiry import InquiryTurn
+from gateway.engine_metrics import cache_config
 from gateway.mesh.arbiter import CheckpointArbiter, NoArbiter
 from gateway.mesh.discovery import Discovery, StaticDiscovery
 from gateway.mesh.discovery_metrics import DiscoveryCollector
@@ -53,6 +54,8 @@ from gateway.sampling_defaults import SamplingDefaults
 from gateway.scaling.scaler import NoScaler, Scaler
 from gateway.scaling.setup import make_scaler
 from gateway.service import ApiLimits, GenerationFrontend, ServedModel
+from gateway.telemetry.collector import TelemetryCollector
+from gateway.telemetry.devices import find_devices
 from gateway.telemetry.setup import make_telemetry
 from gateway.telemetry.telemetry import Telemetry
 from gateway.text.chat_template import ChatTemplate
@@ -282,7 +285,7 @@ class Gateway:
             engines, self._dispatch.snapshot, self._dispatch.num_dropped_pairs
         )
         engine.start()
-        metrics.watch(engine.stats, self.mesh)
+        metrics.watch(engine.stats, self.mesh, cache_config(self._settings.engine, engine.limits))
         registry.register(PlacementCollector(self._placement.report))
         self._scaler.register(registry)
         registry.register(DiscoveryCollector(self._discovery.report))
@@ -290,6 +293,7 @@ class Gateway:
         self.frontend = GenerationFrontend(engine, model, self.mesh, self._api_limits())
         self._telemetry = self._make_telemetry(checkpoint, engine, metrics)
         self._telemetry.start()
+        registry.register(TelemetryCollector(self._telemetry, find_devices()))
         port, grpc_port = await self._apis.open(
             self.frontend, registry, self._placement, self._telemetry
         )
@@ -313,9 +317,13 @@ class Gateway:
             gate_rows=self._gate.snapshot,
             mesh=self.mesh,
             stats=engine.stats,
+            children=self._children,
             requests=metrics.totals,
             placement=self._placement,
         )
+
+    def _children(self) -> dict[str, int]:
+        return {} if self.attention is None else self.attention.processes
 
     def _api_limits(self) -> ApiLimits:
         """What the queue could never take is refused for good, not for now."""

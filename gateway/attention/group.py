@@ -13,6 +13,11 @@ from gateway.attention.client import AttentionClient
 from gateway.attention.connection import Observer
 
 
+def worker_name(index: int) -> str:
+    """What an attention worker is called."""
+    return f"attention-worker-{index}"
+
+
 class AttentionGroup:
     """Equal attention workers. Methods may be called from any thread.
 
@@ -42,7 +47,7 @@ class AttentionGroup:
                 fingerprint,
                 gateway,
                 on_observations=on_observations,
-                name=f"attention-worker-{index}",
+                name=worker_name(index),
             )
             for index, share in enumerate(shares)
         )
@@ -51,9 +56,15 @@ class AttentionGroup:
         return iter(self._clients)
 
     @property
+    def processes(self) -> dict[str, int]:
+        """Name to process id of the present lives."""
+        named = ((worker_name(index), client.pid) for index, client in enumerate(self._clients))
+        return {name: pid for name, pid in named if pid is not None}
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of the present lives."""
-        return [client.pid for client in self._clients if client.pid is not None]
+        return list(self.processes.values())
 
     def start(self) -> None:
         """Starts all at the same time and waits until they serve.

@@ -6,7 +6,23 @@ and must not block or raise. Times are seconds of `time.monotonic()`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gateway.sequence import FinishReason, GenerationRequest
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Where the time of a request that got a token went."""
+
+    prefill_s: float
+    """From its first request slot to its first token."""
+    decode_s: float
+    """From its first token to its end."""
+    num_generated: int
+    """Tokens; at least 1."""
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
 
 
 class EngineObserver:
@@ -23,6 +39,9 @@ class EngineObserver:
 
     def next_token(self, request: GenerationRequest, since_last_s: float) -> None:
         """A further token was sampled."""
+
+    def request_timed(self, request: GenerationRequest, times: RequestTimes) -> None:
+        """A request that got a token ends; `request_finished` follows."""
 
     def request_finished(
         self,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from gateway.engine.engine_observer import EngineObserver
+from gateway.engine.engine_observer import EngineObserver, RequestTimes
 from gateway.engine.request_state import RequestState
 from gateway.engine.token_records import prompt_logprobs_record, routed_experts_record
 from gateway.sequence import FinishReason, RequestOutput, TokenLogprobs
@@ -67,13 +67,14 @@ class OutputStream:
         """Something was computed without an expert that nobody had."""
         self._num_generated = 0
         self._last_s: float | None = None
-        self._started = False
+        self._started_s: float | None = None
+        self._first_s = 0.0
 
     def started(self) -> None:
         """The request got a request slot."""
-        if not self._started:
-            self._started = True
-            self._observer.request_started(self.request, time.monotonic() - self.request.arrival_s)
+        if self._started_s is None:
+            self._started_s = time.monotonic()
+            self._observer.request_started(self.request, self._started_s - self.request.arrival_s)
 
     def push(self, tokens: Sequence[NewToken], max_model_len: int) -> RequestOutput:
         """Output for the newest tokens, with a finish reason if it ends at one of them.
@@ -154,12 +155,21 @@ class OutputStream:
         now = time.monotonic()
         if self._last_s is None:
             self._observer.first_token(self.request, now - self.request.arrival_s)
-            self._last_s = now
+            self._first_s = self._last_s = now
             num_tokens -= 1
         for _ in range(num_tokens):
             self._observer.next_token(self.request, now - self._last_s)
             self._last_s = now
 
     def _note_end(self, reason: FinishReason) -> None:
-        since_s = time.monotonic() - self.request.arrival_s
+        now_s = time.monotonic()
+        since_s = now_s - self.request.arrival_s
+        if self._started_s is not None and self._num_generated:
+            times = RequestTimes(
+                prefill_s=self._first_s - self._started_s,
+                decode_s=now_s - self._first_s,
+                num_generated=self._num_generated,
+                num_cached_tokens=self.state.num_cached_tokens,
+            )
+            self._observer.request_timed(self.request, times)
         self._observer.request_finished(self.request, reason, self._num_generated, since_s)

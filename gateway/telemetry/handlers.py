@@ -34,7 +34,7 @@ class MoeHandlers:
         self._telemetry = telemetry
         self._ticks = OverviewTicks(telemetry, lambda: frontend.accepting)
         self._write_timeout_s = frontend.limits.write_timeout_s
-        self._exposition = ExpertExposition(telemetry.sources, frontend.model.name)
+        self._exposition = ExpertExposition(telemetry.sources)
 
     def add_to(self, app: web.Application) -> None:
         """Puts the endpoints; streams end when the application shuts down."""
@@ -68,9 +68,12 @@ class MoeHandlers:
         return stream.response
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """The full matrix for Prometheus; in a thread, so that others are answered meanwhile."""
-        body = await asyncio.to_thread(self._exposition.text)
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+        """The full matrix for Prometheus."""
+        pieces = []
+        for piece in self._exposition.pieces():
+            pieces.append(piece)
+            await asyncio.sleep(0)  # others are served
+        return web.Response(body=b"".join(pieces), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _window(request: web.Request) -> float | None:

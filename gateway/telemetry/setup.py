@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from expertmesh.model_config import ModelConfig
+from gateway.attention.group import worker_name
 from gateway.mesh.gate_totals import RowCounts
 from gateway.mesh.membership import Membership
 from gateway.mesh.mesh_status import MeshStatus
@@ -23,6 +24,7 @@ def make_telemetry(
     gate_rows: Callable[[], RowCounts],
     mesh: Callable[[], MeshStatus],
     stats: Callable[[], EngineStats],
+    children: Callable[[], Mapping[str, int]],
     requests: RequestTotals,
     placement: Operator,
 ) -> Telemetry:
@@ -35,11 +37,12 @@ def make_telemetry(
         gate_rows: How often each expert was chosen.
         mesh: State of the expert workers.
         stats: Load of the engines.
+        children: Name to process id of the attention workers.
         requests: What requests came to.
         placement: Where experts should be.
     """
     experts = ModelExperts.of(config)
-    names = (f"attention-worker-{index}" for index in range(num_local_holders))
+    names = (worker_name(index) for index in range(num_local_holders))
     return Telemetry(
         Sources(
             experts=experts,
@@ -49,6 +52,7 @@ def make_telemetry(
             known_workers=membership.known_workers,
             mesh=mesh,
             stats=stats,
+            children=children,
             requests=requests,
             placement=placement,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,5 +55,7 @@ class Sources:
     known_workers: Callable[[], tuple[KnownWorker, ...]] = tuple
     mesh: Callable[[], MeshStatus] = MeshStatus
     stats: Callable[[], EngineStats] = EngineStats
+    children: Callable[[], Mapping[str, int]] = dict
+    """Processes that the gateway started: name to process id."""
     requests: RequestTotals = field(default_factory=RequestTotals)
     placement: Operator = field(default_factory=StaticPlacement)

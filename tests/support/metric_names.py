@@ -16,7 +16,10 @@ from gateway.scaling.autoscaler import ScalingReport
 from gateway.scaling.metrics import ScalingCollector
 from gateway.scaling.policy import Fleet, Sample
 from gateway.sequence import EngineStats
+from gateway.telemetry.collector import TelemetryCollector
+from gateway.telemetry.telemetry import Telemetry
 from tests.support.expert_metrics import EXPERT_METRICS
+from tests.support.seen_mesh import OneDevice, SeenMesh
 
 _METRIC = re.compile(r"\bmoe_[a-z0-9_]+")
 _SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
@@ -29,16 +32,17 @@ def metrics_in(text: str) -> set[str]:
 
 def known_metrics() -> set[str]:
     """Those of gateways and of expert workers, without suffixes."""
-    return EXPERT_METRICS | _gateway_metrics()
+    return EXPERT_METRICS | {metric.name for metric in gateway_registry().collect()}
 
 
-def _gateway_metrics() -> set[str]:
-    """Of a gateway that leads and scales."""
+def gateway_registry() -> CollectorRegistry:
+    """All metrics of a gateway that leads and scales, with a GPU."""
     registry = CollectorRegistry()
     RequestMetrics(registry, "a-model").watch(EngineStats, MeshStatus)
+    registry.register(TelemetryCollector(Telemetry(SeenMesh().sources()), OneDevice()))
     registry.register(DiscoveryCollector(lambda: DiscoveryReport(age_s=0.0)))
     registry.register(PlacementCollector(StaticPlacement().report))
     sample = Sample(at_s=0.0, desired=2, present=2, busy=0.5, wait_s=0.0)
     scaling = ScalingReport(Fleet(desired=2, present=2), sample)
     registry.register(ScalingCollector(lambda: scaling))
-    return {metric.name for metric in registry.collect()}
+    return registry

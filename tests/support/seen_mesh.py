@@ -12,6 +12,7 @@ from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus, Mesh
 from gateway.mesh.worker_report import KnownWorker, WorkCounters
 from gateway.placement.state import WorkerView
 from gateway.sequence import DispatchStats, EngineStats
+from gateway.telemetry.devices import DeviceUse
 from gateway.telemetry.sources import ModelExperts, Sources
 
 LAYERS, NUM_EXPERTS, TOP_K = (1, 3), 4, 2
@@ -78,3 +79,11 @@ class SeenMesh:
             )
             for name, experts in HELD.items()
         )
+
+
+class OneDevice:
+    """A machine with a GPU that is half busy."""
+
+    def read(self) -> tuple[DeviceUse, ...]:
+        """It."""
+        return (DeviceUse(0, "NVIDIA H200", 0.5, 3 << 30, 141 << 30),)

@@ -9,8 +9,10 @@ from dataclasses import replace
 import aiohttp
 import pytest
 from aiohttp import web
+from prometheus_client.openmetrics import parser as openmetrics
 
 from expertmesh import __version__
+from gateway.engine.engine_observer import RequestTimes
 from gateway.mesh.mesh_status import ExpertWorkerState, ExpertWorkerStatus, MeshStatus
 from gateway.sequence import (
     DispatchStats,
@@ -191,7 +193,10 @@ async def test_metrics(gateway: Gateway, session: aiohttp.ClientSession) -> None
     gateway.metrics.request_started(request, 0.1)
     gateway.metrics.first_token(request, 0.2)
     gateway.metrics.next_token(request, 0.05)
+    times = RequestTimes(prefill_s=0.1, decode_s=0.05, num_generated=2, num_cached_tokens=1)
+    gateway.metrics.request_timed(request, times)
     gateway.metrics.request_finished(request, FinishReason.LENGTH, 2, 0.3)
+    gateway.metrics.step_done(5, 0.1, 0.01)
     async with session.get(f"{gateway.url}/metrics") as response:
         assert response.headers["Content-Type"].startswith("text/plain")
         lines = set((await response.text()).splitlines())
@@ -201,13 +206,20 @@ async def test_metrics(gateway: Gateway, session: aiohttp.ClientSession) -> None
         f"moe_num_requests_waiting{model} 3.0",
         f"moe_kv_cache_usage_perc{model} 0.25",
         f"moe_kv_blocks_used{model} 5.0",
-        f"moe_kv_blocks_total{model} 20.0",
+        f"moe_kv_blocks{model} 20.0",
         f"moe_request_slots_used{model} 2.0",
         f"moe_prompt_tokens_total{model} 3.0",
         f"moe_generation_tokens_total{model} 2.0",
         'moe_request_success_total{finished_reason="length",model_name="tiny"} 1.0',
         f"moe_time_to_first_token_seconds_count{model} 1.0",
         f"moe_e2e_request_latency_seconds_sum{model} 0.3",
+        f"moe_request_time_per_output_token_seconds_sum{model} 0.05",
+        f"moe_request_params_max_tokens_sum{model} 2.0",
+        f"moe_prompt_tokens_cached_total{model} 1.0",
+        f"moe_iteration_tokens_sum{model} 5.0",
+        'moe_num_requests_waiting_by_reason{model_name="tiny",reason="deferred"} 3.0',
+        'moe_num_requests_waiting_by_reason{model_name="tiny",reason="capacity"} 0.0',
+        'moe_retries_total{reason="late"} 0.0',
         'moe_dispatch_bytes_total{direction="out",worker="w0"} 100.0',
         'moe_dispatch_hedges_total{worker="w0"} 3.0',
         f"moe_dropped_pairs_total{model} 6.0",
@@ -218,11 +230,25 @@ async def test_metrics(gateway: Gateway, session: aiohttp.ClientSession) -> None
         "moe_uncovered_experts 2.0",
         "moe_placement_version 7.0",
         'vllm:num_requests_running{engine="0",model_name="tiny"} 2.0',
+        'vllm:iteration_tokens_total_sum{engine="0",model_name="tiny"} 5.0',
         'vllm:generation_tokens_total{engine="0",model_name="tiny"} 2.0',
         'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0',
         'vllm:time_to_first_token_seconds_count{engine="0",model_name="tiny"} 1.0',
     } <= lines
     assert not any(line.startswith("vllm:kv_blocks_used") for line in lines)
+
+
+async def test_metrics_in_the_other_format(
+    gateway: Gateway, session: aiohttp.ClientSession
+) -> None:
+    """OpenMetrics, as Prometheus asks for it: one end mark, at the end."""
+    headers = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    async with session.get(f"{gateway.url}/metrics", headers=headers) as response:
+        assert response.headers["Content-Type"].startswith("application/openmetrics-text")
+        text = await response.text()
+    assert text.count("# EOF") == 1
+    names = {family.name for family in openmetrics.text_string_to_metric_families(text)}
+    assert {"moe_num_requests_running", "vllm:num_requests_running"} <= names
 
 
 async def test_ready_follows_the_engine(gateway: Gateway, session: aiohttp.ClientSession) -> None:

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.exposition import ExpertExposition, escaped
+from gateway.telemetry.exposition import ExpertExposition
 from gateway.telemetry.sources import Sources
 from tests.support.seen_mesh import SeenMesh
 
 
-@pytest.mark.parametrize("name", ["a-model", 'odd "name"', "back\\slash", "two\nlines", "日本語"])
-def test_what_prometheus_reads_is_what_was_counted(name: str) -> None:
-    """Every series once, with its type and its help, whatever the model's name is."""
+def _text(sources: Sources) -> str:
+    return b"".join(ExpertExposition(sources).pieces()).decode()
+
+
+def test_what_prometheus_reads_is_what_was_counted() -> None:
+    """Every series once, with its type and its help, numbers in full."""
     seen = SeenMesh()
     seen.rows_LE[:] = [[1, 2, 3, 4], [5, 6, 7, 1 << 53]]
-    text = ExpertExposition(seen.sources(), name).text().decode()
+    text = _text(seen.sources())
+    assert f" {1 << 53}\n" in text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {name: family.type for name, family in families.items()} == {
         "moe_expert_tokens": "counter",
         "moe_expert_replicas": "gauge",
     }
     assert all(family.documentation for family in families.values())
-    tokens = families["moe_expert_tokens"].samples
-    assert {sample.labels["model_name"] for sample in tokens} == {name}
-    assert {
-        (sample.name, sample.labels["layer"], sample.labels["expert"]): sample.value
-        for sample in tokens
-    } == {
-        ("moe_expert_tokens_total", layer, str(expert)): seen.rows_LE[slot, expert]
+    assert [
+        (sample.name, sample.labels, sample.value)
+        for sample in families["moe_expert_tokens"].samples
+    ] == [
+        (
+            "moe_expert_tokens_total",
+            {"layer": layer, "expert": str(expert)},
+            seen.rows_LE[slot, expert],
+        )
         for slot, layer in enumerate(("1", "3"))
         for expert in range(4)
-    }
+    ]
     copies = families["moe_expert_replicas"].samples
     assert [sample.value for sample in copies] == [1, 1, 2, 1] * 2
 
 
+def test_it_comes_in_small_pieces() -> None:
+    """A layer at a time: others are served in between."""
+    pieces = list(ExpertExposition(SeenMesh().sources()).pieces())
+    assert [piece.count(b"\n") for piece in pieces] == [2, 4, 4, 2, 4, 4]
+
+
 def test_a_dense_model_has_no_series() -> None:
     """Only what they would mean."""
-    lines = ExpertExposition(Sources(), "m").text().decode().splitlines()
-    assert [line[0] for line in lines] == ["#"] * 4
-
-
-def test_escaping() -> None:
-    """As the format asks for: backslash, quote and line feed, nothing else."""
-    assert escaped('\\ " \n é') == r"\\ \" \n é"
+    assert [line[0] for line in _text(Sources()).splitlines()] == ["#"] * 4
