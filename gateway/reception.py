@@ -38,6 +38,15 @@ _BURST_S = 60.0
 """So long without a connection too many, and the next one is worth a line in the log."""
 
 
+def turned_away_counter(registry: CollectorRegistry) -> Counter:
+    """Counts who got no place."""
+    return Counter(
+        "moe_connections_turned_away",
+        "HTTP connections that were answered 503, as there were too many",
+        registry=registry,
+    )
+
+
 class Reception(web.BaseSite):
     """Where HTTP clients come in.
 
@@ -69,11 +78,7 @@ class Reception(web.BaseSite):
         self._turned_away: deque[socket.socket] = deque()
         self._next_look: asyncio.TimerHandle | None = None
         self._burst_ends_s = 0.0
-        self._count = Counter(
-            "moe_connections_turned_away",
-            "HTTP connections that were answered 503, as there were too many",
-            registry=registry,
-        )
+        self._count = turned_away_counter(registry)
 
     @property
     def name(self) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from expertmesh.errors import RequestError
+from tests.support.expert_metrics import EXPERT_METRICS
+from tests.support.metric_families import expert_worker_families
 from tests.support.reference import error_rows, errors
 from tests.support.reference.configuration import (
     COMMANDS,
@@ -141,3 +143,20 @@ def test_all_answers_of_expert_workers_are_listed() -> None:
     names = set(re.findall(r"CODE_(\w+) = [1-9]", errors.PROTO.read_text()))
     assert len(names) >= 10
     assert names == set(re.findall(r"\| `(\w+)` \|", text))
+
+
+# --- metrics ---
+
+
+def test_names_that_vllm_has_are_there() -> None:
+    """With the suffix of a counter, and next to ours."""
+    text = (DOCS / "metrics.md").read_text()
+    row = next(line for line in text.splitlines() if "`moe_prompt_tokens_total`" in line)
+    assert [cell.strip() for cell in row.split("|")][1:5] == [
+        "`moe_prompt_tokens_total`", "counter", "`model_name`", "`vllm:prompt_tokens_total`"
+    ]  # fmt: skip
+
+
+def test_expert_workers_have_the_documented_names() -> None:
+    """The stand-in has what real ones have."""
+    assert {family.name for family in expert_worker_families()} == EXPERT_METRICS
