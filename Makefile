@@ -31,7 +31,7 @@ PROTOS := $(wildcard proto/expertmesh/v1/*.proto)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install run test test-all chaos test-gpu conformance-full check lint fmt type imports proto proto-check bench bench-mesh bench-scale bench-rpc bench-overlap family-table docs
+.PHONY: help venv install run test test-all chaos test-gpu conformance-full check lint fmt type imports proto proto-check bench bench-mesh bench-scale bench-rpc bench-overlap bench-scrape family-table docs
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "%-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,6 +141,9 @@ bench-rpc: $(VENV)/.dev-stamp ## Measure dispatch and combine against echoes ove
 
 bench-overlap: $(VENV)/.dev-stamp ## Measure when two micro-batches pay, against the model
 	@PYTHONPATH=.:kernels $(BIN)/python -m bench.overlap $(ARGS)
+
+bench-scrape: $(VENV)/.dev-stamp ## Measure what scrapes of the metrics cost the event loop
+	@PYTHONPATH=.:kernels $(BIN)/python -m bench.scrape $(ARGS)
 
 docs: $(VENV)/.dev-stamp ## Write the pages of docs/ that are made from the code
 	@PYTHONPATH=.:kernels $(BIN)/python -m tests.support.reference

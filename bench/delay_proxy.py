@@ -62,14 +62,13 @@ def _serve(port: int, delay_s: float) -> None:
 def delayed(ports: Sequence[int], delay_us: int) -> Iterator[None]:
     """The proxy as a process of its own."""
     argv = [sys.executable, "-m", "bench.delay_proxy", str(delay_us), *map(str, ports)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield
+        finally:
+            process.kill()
 
 
 def main() -> None:
