@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env
@@ -35,11 +35,10 @@ from expertmesh.settings import (
     ModelSettings,
 )
 from gateway.command.cli_config import apply_config_file, check_texts
+from gateway.command.client_cli import chat, complete, top
+from gateway.command.experts_commands import experts_app
 from gateway.command.model_commands import model_app
 from gateway.command.placement_commands import placement_app
-
-if TYPE_CHECKING:
-    from gateway.command.client_commands import ClientOptions
 
 INTERRUPTED = 130
 
@@ -68,7 +67,6 @@ LogFlags = Annotated[LogSettings, Parameter(name="*", group=_OUTPUT)]
 ConfigFlag = Annotated[Path | None, Parameter(group=_OUTPUT)]
 ApiKeyFlags = Annotated[list[str] | None, Parameter(group=_ACCESS, negative="")]
 ApiKeyFile = Annotated[Path | None, Parameter(group=_ACCESS)]
-ServerUrl = Annotated[str, Parameter(group=_ADDRESSES)]
 
 app = App(
     name="expertmesh",
@@ -82,6 +80,9 @@ app = App(
 )
 app.command(model_app)
 app.command(placement_app)
+app.command(experts_app)
+for command, sort_key in ((chat, 5), (complete, 6), (top, 6)):
+    app.command(command, sort_key=sort_key)
 
 
 @app.command(sort_key=1)
@@ -209,73 +210,6 @@ def expert_worker(
     return exec_expert_worker(model, options, log)
 
 
-@app.command(sort_key=5)
-def chat(
-    message: str | None = None,
-    *,
-    url: ServerUrl = "http://127.0.0.1:8000",
-    model: str | None = None,
-    system: str | None = None,
-    max_tokens: int = 512,
-    temperature: float | None = None,
-    seed: int | None = None,
-) -> int:
-    """Talk to a running server; without a message, a dialogue until end of input.
-
-    Parameters
-    ----------
-    message
-        What to say.
-    url
-        Address of the HTTP API.
-    model
-        Name of the model; by default the first one that the server lists.
-    system
-        Instructions that come before the dialogue.
-    max_tokens
-        Most tokens of an answer.
-    temperature
-        0 is greedy; by default the server's.
-    seed
-        The same seed gives the same answer.
-    """
-    from gateway.command.client_commands import run_chat
-
-    return run_chat(message, system, _client_options(url, model, max_tokens, temperature, seed))
-
-
-@app.command(sort_key=6)
-def complete(
-    prompt: str,
-    *,
-    url: ServerUrl = "http://127.0.0.1:8000",
-    model: str | None = None,
-    max_tokens: int = 128,
-    temperature: float | None = None,
-    seed: int | None = None,
-) -> int:
-    """Continue a text with a running server.
-
-    Parameters
-    ----------
-    prompt
-        Text to continue.
-    url
-        Address of the HTTP API.
-    model
-        Name of the model; by default the first one that the server lists.
-    max_tokens
-        Most tokens of the answer.
-    temperature
-        0 is greedy; by default the server's.
-    seed
-        The same seed gives the same answer.
-    """
-    from gateway.command.client_commands import run_complete
-
-    return run_complete(prompt, _client_options(url, model, max_tokens, temperature, seed))
-
-
 @app.command(sort_key=7)
 def doctor(
     model: ModelArgument = ModelSettings.model,
@@ -361,12 +295,3 @@ def _model_settings(model: str, options: ModelOptions) -> ModelSettings:
         served_model_name=options.served_model_name,
         model=model,
     )
-
-
-def _client_options(
-    url: str, model: str | None, max_tokens: int, temperature: float | None, seed: int | None
-) -> ClientOptions:
-    from gateway.command.client_commands import ClientOptions
-
-    key = os.environ.get("EXPERTMESH_API_KEY")
-    return ClientOptions(url.rstrip("/"), model, max_tokens, temperature, seed, key)

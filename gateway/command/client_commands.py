@@ -40,6 +40,8 @@ class ClientOptions:
     api_key: str | None = field(default=None, repr=False)
     context: ssl.SSLContext | None = field(default=None, repr=False)
     """Whom to trust; by default whom the system does, or SSL_CERT_FILE names."""
+    timeout_s: float = _TIMEOUT_S
+    """Between two pieces of an answer."""
 
 
 @dataclass
@@ -104,7 +106,7 @@ def answer(messages: Sequence[Message], options: ClientOptions) -> str:
 def _stream(path: str, body: Mapping[str, object], options: ClientOptions) -> str:
     timing = Timing()
     parts = []
-    for chunk in _events(path, _request(body, options), options):
+    for chunk in events(options, "POST", path, _request(body, options)):
         if text := _text(chunk):
             timing.saw_text()
             parts.append(text)
@@ -137,12 +139,18 @@ def _first_model(options: ClientOptions) -> str:
     return str(listed["data"][0]["id"])
 
 
-def _events(
-    path: str, request: Mapping[str, object], options: ClientOptions
-) -> Iterator[dict[str, object]]:
-    """The JSON of each server-sent event up to [DONE]."""
+def events(
+    options: ClientOptions, method: str, path: str, body: Mapping[str, object] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The JSON of each server-sent event up to [DONE].
+
+    Raises:
+        StartupError: No server answers.
+        PeerError: It refuses, or breaks off.
+    """
     with _Connection(options) as connection:
-        response = connection.send("POST", path, json.dumps(request).encode())
+        sent = None if body is None else json.dumps(body).encode()
+        response = connection.send(method, path, sent)
         while line := _read_line(response):
             data = line.removeprefix(b"data:").strip()
             if not line.startswith(b"data:"):
@@ -190,7 +198,7 @@ class _Connection:
             parts = urllib.parse.urlsplit(options.url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(options.url)
-            self._http = _connect(parts.scheme, parts.hostname, parts.port, options.context)
+            self._http = _connect(parts.scheme, parts.hostname, parts.port, options)
         except (ValueError, http.client.InvalidURL) as error:
             message = f"url is {options.url!r}, expected http://host:port"
             raise StartupError(message) from error
@@ -220,11 +228,12 @@ class _Connection:
 
 
 def _connect(
-    scheme: str, host: str, port: int | None, context: ssl.SSLContext | None
+    scheme: str, host: str, port: int | None, options: ClientOptions
 ) -> http.client.HTTPConnection:
     if scheme == "http":
-        return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
-    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=context)
+        return http.client.HTTPConnection(host, port, timeout=options.timeout_s)
+    context = options.context
+    return http.client.HTTPSConnection(host, port, timeout=options.timeout_s, context=context)
 
 
 def _error_text(response: http.client.HTTPResponse) -> str:
