@@ -123,7 +123,8 @@ class ExpertServicer:
         except WireError as error:
             return self._refuse(received, error)
         except Exception as error:
-            logger.exception("a call failed")
+            call = pb.CallId() if received.message is None else received.message.id
+            logger.exception("a call of step %d, layer %d failed", call.step, call.layer)
             reason = f"{type(error).__name__}: {error}"
             return self._refuse(received, WireError(pb.ForwardError.CODE_INTERNAL, reason))
 

@@ -1,5 +1,8 @@
 """Logging of every process: to standard error, as lines for people or as JSON.
 
+A record may carry `fields`, a mapping for programs (`extra={"fields": {...}}`): JSON has them as
+keys of their own, and for people the message says what they need.
+
 A line carries the name of its process, so that the output of `expertmesh serve` and its children,
 which share one standard error, can be told apart. Into a pipe that nobody reads fits only so much:
 further lines are left out and counted, as nobody may wait for a reader of the log.
@@ -34,7 +37,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (RFC 3339, UTC), level, process, logger, message, exception.
+    """One JSON object a line: time (RFC 3339, UTC), level, process, logger, message, the record's
+    fields, exception.
 
     Args:
         process: Name of this process.
@@ -53,6 +57,7 @@ class JsonFormatter(logging.Formatter):
             "process": self._process,
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)

@@ -111,7 +111,8 @@ class GenerateCall:
             params, grammar=await compile_constraint(self._frontend, self._constraint())
         )
         return Prompt(
-            self.request_id, token_ids, params, request.priority, request.cache_salt, remaining_s
+            *(self.request_id, token_ids, params, request.priority, request.cache_salt),
+            *(remaining_s, self.request_id),
         )
 
     def _fields(self) -> dict[str, object]:

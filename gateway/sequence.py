@@ -122,6 +122,8 @@ class GenerationRequest:
     """On the monotonic clock; the request ends with a DeadlineError then."""
     cache_salt: str = ""
     """Prefixes are shared only between requests with the same salt."""
+    call_id: str = ""
+    """Of the call that it is a part of, as its client knows it; for the log."""
 
 
 @dataclass(frozen=True)

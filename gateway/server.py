@@ -34,6 +34,7 @@ from expertmesh.v1 import attention_service_pb2 as pb
 from expertmesh.wire import incarnation
 from gateway.attention.group import AttentionGroup
 from gateway.engine.engine import Engine
+from gateway.engine.engine_observer import ObserverPair
 from gateway.engine.engine_pool import EnginePool
 from gateway.engine.inquiry import InquiryTurn
 from gateway.engine_metrics import cache_config
@@ -49,6 +50,7 @@ from gateway.placement.metrics import PlacementCollector
 from gateway.placement.operator import Operator, StaticPlacement
 from gateway.placement.setup import make_placement, start_placement
 from gateway.public_apis import PublicApis
+from gateway.request_log import RequestLog
 from gateway.request_metrics import RequestMetrics
 from gateway.sampling_defaults import SamplingDefaults
 from gateway.scaling.scaler import NoScaler, Scaler
@@ -267,6 +269,7 @@ class Gateway:
         registry = CollectorRegistry()
         metrics = RequestMetrics(registry, self._model_name(checkpoint))
         eos = {*checkpoint.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
+        observer = ObserverPair(metrics, RequestLog(self._model_name(checkpoint)))
         turn = InquiryTurn()
         engines = [
             Engine(
@@ -275,7 +278,7 @@ class Gateway:
                 asyncio.get_running_loop(),
                 tokenizer=tokenizer,
                 eos_token_ids=eos,
-                observer=metrics,
+                observer=observer,
                 turn=turn,
                 name=f"engine-{index}",
             )

@@ -124,6 +124,8 @@ class Prompt:
     """Prefixes are shared only between prompts with the same salt."""
     timeout_s: float | None = None
     """Seconds that the request may take; never more than the server's own limit."""
+    call_id: str = ""
+    """Of the call, as its client knows it; for the log."""
 
 
 def new_id(prefix: str) -> str:
@@ -255,6 +257,7 @@ class GenerationFrontend:
             deadline_s=now_s
             + (most_s if prompt.timeout_s is None else min(prompt.timeout_s, most_s)),
             cache_salt=prompt.cache_salt,
+            call_id=prompt.call_id,
         )
 
     async def generate(

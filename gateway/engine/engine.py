@@ -320,7 +320,8 @@ class Engine:
         )
 
     def _fail(self, step: ScheduledStep, message: str) -> None:
-        logger.error("step %d failed: %s", step.step, message)
+        names = ", ".join(state.request_id for state in step.current_states)
+        logger.error("step %d failed with requests %s: %s", step.step, names, message)
         self._observer.engine_failed(message)
         self._end(step.current_states, EngineError(f"step failed: {message}"))
         self._num_failures += 1

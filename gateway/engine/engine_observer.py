@@ -66,3 +66,71 @@ class EngineObserver:
 
     def engine_failed(self, message: str) -> None:
         """The attention worker was lost, or a step failed."""
+
+
+class ObserverPair(EngineObserver):
+    """Tells two observers of everything, one after the other."""
+
+    def __init__(self, one: EngineObserver, other: EngineObserver) -> None:
+        self._both = (one, other)
+
+    def request_started(self, request: GenerationRequest, queue_s: float) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.request_started(request, queue_s)
+
+    def request_preempted(self, request: GenerationRequest) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.request_preempted(request)
+
+    def first_token(self, request: GenerationRequest, since_arrival_s: float) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.first_token(request, since_arrival_s)
+
+    def next_token(self, request: GenerationRequest, since_last_s: float) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.next_token(request, since_last_s)
+
+    def request_timed(self, request: GenerationRequest, times: RequestTimes) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.request_timed(request, times)
+
+    def request_finished(
+        self,
+        request: GenerationRequest,
+        reason: FinishReason,
+        num_generated: int,
+        since_arrival_s: float,
+    ) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.request_finished(request, reason, num_generated, since_arrival_s)
+
+    def step_done(self, num_tokens: int, duration_s: float, expert_wait_s: float) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.step_done(num_tokens, duration_s, expert_wait_s)
+
+    def step_paused(self, missing: tuple[tuple[int, int], ...]) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.step_paused(missing)
+
+    def step_lethal(self, layer: int) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.step_lethal(layer)
+
+    def request_quarantined(self, request: GenerationRequest, layer: int) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.request_quarantined(request, layer)
+
+    def engine_failed(self, message: str) -> None:
+        """Tells both."""
+        for observer in self._both:
+            observer.engine_failed(message)

@@ -117,7 +117,7 @@ class OpenAiHandlers:
         limit: OutputLimit,
         grammar: str,
     ) -> web.StreamResponse:
-        prompts = engine_prompts(body, answer, limit, grammar)
+        prompts = engine_prompts(body, answer, limit, request[REQUEST_ID], grammar)
         with self._frontend.open(prompts, connected_s=request[CONNECTED_S]) as stream:
             if body.stream:
                 return await self._stream(request, answer, stream)
@@ -153,7 +153,7 @@ def _answer_id(prefix: str, body: CommonRequest) -> str:
 
 
 def engine_prompts(
-    body: CommonRequest, answer: Answer, limit: OutputLimit, grammar: str = ""
+    body: CommonRequest, answer: Answer, limit: OutputLimit, call_id: str, grammar: str = ""
 ) -> list[Prompt]:
     """A prompt for the engine for each choice; all are checked before any is submitted.
 
@@ -161,6 +161,7 @@ def engine_prompts(
         body: The request.
         answer: Its prompts, and what it shows.
         limit: How many tokens may be generated.
+        call_id: Id of the HTTP request.
         grammar: What the output must match.
 
     Raises:
@@ -191,6 +192,7 @@ def engine_prompts(
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 timeout_s=body.timeout_s,
+                call_id=call_id,
             )
             prompts.append(prompt)
     return prompts

@@ -18,6 +18,7 @@ from gateway.openai.errors import ApiError
 from gateway.openai.event_stream import EventStream
 from gateway.openai.handlers import (
     CONNECTED_S,
+    REQUEST_ID,
     collect_outputs,
     engine_prompts,
     stream_answer,
@@ -105,6 +106,7 @@ async def give_answer(
         call.body,
         ChatAnswer(answer_id, call.model, [call.prompt], AnswerOptions()),
         call.limit,
+        request[REQUEST_ID],
         call.grammar,
     )
     with frontend.open(prompts, connected_s=request[CONNECTED_S]) as stream:
