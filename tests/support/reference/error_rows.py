@@ -181,8 +181,8 @@ ROWS = (
     ErrorRow(
         ExpertUnavailableError([(0, 0)]),
         "An expert that the request needs has no usable copy.",
-        "Try again after `Retry-After`; operators: `/ready` names the experts and the "
-        "expert workers that cannot be used.",
+        "Try again after `Retry-After`; operators: `/ready` names the experts and why "
+        "([troubleshooting](troubleshooting.md#it-is-up-and-not-ready)).",
     ),
     ErrorRow(
         AbortedError(),
