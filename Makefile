@@ -150,9 +150,9 @@ docs: $(VENV)/.dev-stamp ## Write the pages of docs/ that are made from the code
 
 PARITY_RESULTS := build/parity-results
 
-family-table: $(VENV)/.dev-stamp ## Compare every family with transformers; put the figures into README.md
+family-table: $(VENV)/.dev-stamp ## Compare every family with transformers; put the figures into both READMEs
 	@mkdir -p $(dir $(PARITY_RESULTS)) && rm -f $(PARITY_RESULTS)
 	@PARITY_RESULTS=$(abspath $(PARITY_RESULTS)) \
 	  $(BIN)/python -m pytest -m "not slow and not gpu" -k transformers \
 	  tests/parity/test_families.py $(PYTEST_ARGS)
-	@PYTHONPATH=.:kernels $(BIN)/python -m tests.support.family_table $(PARITY_RESULTS) README.md
+	@PYTHONPATH=.:kernels $(BIN)/python -m tests.support.family_table $(PARITY_RESULTS) README.md README.zh-CN.md

@@ -1,6 +1,6 @@
-"""The table of families in README.md, made of what the parity tests measured: `make family-table`.
+"""The table of families in both READMEs, from what parity tests measured: `make family-table`.
 
-python -m tests.support.family_table RESULTS README.md
+python -m tests.support.family_table RESULTS README.md README.zh-CN.md
 """
 
 from __future__ import annotations
@@ -162,10 +162,11 @@ def known_rows() -> list[FamilyRow]:
     return [row for row in ROWS if row.model_type in FAMILIES]
 
 
-def main(results: str, readme: str) -> None:
-    """Rewrites the table."""
-    path = Path(readme)
-    path.write_text(replaced(path.read_text(), table(known_rows(), read_results(Path(results)))))
+def main(results: str, *readmes: str) -> None:
+    """Rewrites the table, which is the same in all languages."""
+    block = table(known_rows(), read_results(Path(results)))
+    for path in map(Path, readmes):
+        path.write_text(replaced(path.read_text(), block))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def test_page_is_linked(name: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Files and headings of all pages of docs/ and of the README."""
-    for path in (ROOT / "README.md", *DOCS.glob("*.md")):
+    """Files and headings of all pages of docs/ and of the READMEs."""
+    for path in (*ROOT.glob("README*.md"), *DOCS.glob("*.md")):
         for target, _, heading in _links(path):
             found = path.parent / target if target else path
             assert found.exists(), f"{path.name}: {target}"
