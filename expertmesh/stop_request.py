@@ -51,6 +51,7 @@ class StopRequest:
         signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda _number, _frame: self.make())
         signal.signal(signal.SIGINT, lambda _number, _frame: self._interrupt())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see `keep_for_later`
 
     def _interrupt(self) -> None:
         if self._made:
@@ -78,6 +79,15 @@ class StopRequest:
                 return self._wishes.get_nowait()
             except Empty:
                 self._door.recv(_BELL_BYTES)
+
+
+def keep_for_later() -> None:
+    """Before this process becomes another program of ours: SIGTERM waits until that one listens.
+
+    The first process of a container gets no signal that it has no handler for, unless it is
+    blocked; one that is, stays so in the next program.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def end_within(seconds: float) -> None:

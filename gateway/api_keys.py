@@ -162,20 +162,25 @@ def collect_keys(
         admin_file: With an admin key a line.
 
     Raises:
-        SettingsError: A file cannot be read, or a key cannot be sent in a header; never shows it.
+        SettingsError: A file cannot be read, a key cannot be sent in a header, or there is no key
+            where one was to be, which would let everybody in; never shows one.
     """
     os.environ.pop("EXPERTMESH_API_KEY", None)  # came as a flag
     named = [key.strip() for entry in given for key in entry.split(",")]
     return GivenKeys(
-        _collected([("--api-key", named)], KEYS_VARIABLE, file),
+        _collected([("--api-key", named)] if given else [], KEYS_VARIABLE, file),
         _collected([], ADMIN_KEYS_VARIABLE, admin_file),
     )
 
 
 def _collected(named: list[tuple[str, list[str]]], variable: str, file: Path | None) -> KeySources:
-    texts = re.split(r"[\s,]+", os.environ.pop(variable, ""))
+    text = os.environ.pop(variable, None)
+    if text is not None:
+        named = [*named, (variable, re.split(r"[\s,]+", text))]
     fixed: dict[str, None] = {}
-    for source, found in (*named, (variable, texts)):
+    for source, found in named:
+        if not any(found):
+            raise SettingsError(f"{source} has no key", fix="give one, or leave it out")
         for key in filter(None, found):
             check_key(key, source)
             fixed[key] = None

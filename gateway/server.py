@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -67,6 +69,7 @@ _STEP_GRACE_S = 0.3
 """For the step in flight at the end; then its attention worker is stopped."""
 _CHILD_GRACE_S = 0.4
 """For the attention worker to end by itself: it has nothing that would have to be saved."""
+Made = TypeVar("Made")
 _NO_EXPERT_WORKERS = "no expert workers are known: see --experts"
 
 
@@ -104,19 +107,17 @@ class Gateway:
             StartupError: Something cannot start. `stop` is to be called all the same.
         """
         self._apis.bind()
-        checkpoint = await asyncio.to_thread(self._open)
-        if self._interrupted:
-            raise StartupError("the gateway was told to stop")
-        self._discovery = await asyncio.to_thread(make_discovery, self._settings.mesh)
+        checkpoint = await self._unless_interrupted(self._open)
+        self._discovery = await self._unless_interrupted(make_discovery, self._settings.mesh)
         config = checkpoint.config
         self._gate = GateTotals(len(config.moe_layers), config.num_experts)
         self._membership = self._watch_experts(checkpoint)
-        self._placement = await asyncio.to_thread(
+        self._placement = await self._unless_interrupted(
             make_placement,
             *(self._settings.mesh, checkpoint, self._expert_plan(checkpoint), self._membership),
             self._transport,
         )
-        self._scaler = await asyncio.to_thread(
+        self._scaler = await self._unless_interrupted(
             make_scaler,
             *(self._settings.scaling, self._settings.mesh),
             *(self._membership.known_workers, self._placement),
@@ -127,6 +128,14 @@ class Gateway:
         self._scaler.start()
         await asyncio.to_thread(self.attention.start)
         await self._serve(checkpoint)
+
+    async def _unless_interrupted(self, make: Callable[..., Made], *arguments: Any) -> Made:
+        """Makes something that may take its time, in a thread. Raises StartupError afterwards, if
+        the gateway was told to stop meanwhile."""
+        made = await asyncio.to_thread(make, *arguments)
+        if self._interrupted:
+            raise StartupError("the gateway was told to stop")
+        return made
 
     async def interrupt(self) -> None:
         """Makes a `start` that is under way fail soon."""

@@ -238,7 +238,7 @@ def _alone(repository: Path) -> Iterator[None]:
 def _errors_of(model: HubModel, cache: Path) -> Iterator[None]:
     """A context in which errors of the hub's client become ours."""
     from httpx2 import HTTPError
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     try:
         yield
@@ -274,6 +274,12 @@ def _errors_of(model: HubModel, cache: Path) -> Iterator[None]:
         raise StartupError(
             f"model {model}: {error.filename or cache}: {error.strerror or error}",
             fix="HF_HOME names the folder of downloads; it has to be writable, with enough space",
+        ) from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # of what it has answered
+        raise StartupError(
+            f"model {model}: what answers at {constants.ENDPOINT} is no hub: "
+            f"{type(error).__name__}: {_first_line(error)}",
+            fix="check HF_ENDPOINT, and for a proxy or a portal in between",
         ) from error
 
 

@@ -33,6 +33,7 @@ from expertmesh.settings import (
     MeshSettings,
     ModelOptions,
     ModelSettings,
+    data_home,
 )
 from gateway.command.cli_config import apply_config_file, check_texts
 from gateway.command.client_cli import chat, complete, top
@@ -279,7 +280,9 @@ def run_command(arguments: list[str]) -> int:
         return StartupError.exit_code
     except OSError as error:  # a path that cannot be, a full disk
         where = f"{str(error.filename)[:200]}: " if error.filename else ""
-        write_error(StartupError(f"{where}{error.strerror or error}"))
+        is_ours = str(error.filename).startswith(str(data_home()))
+        fix = "have EXPERTMESH_HOME name a folder that can be written" if is_ours else ""
+        write_error(StartupError(f"{where}{error.strerror or error}", fix=fix))
         return StartupError.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

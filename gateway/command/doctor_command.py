@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ def examine(
     """
     from gateway.doctor import report
 
+    logging.getLogger().addHandler(logging.NullHandler())  # findings say all of it
     findings = list(_findings(model, options, http, mesh, engine, url))
     text = report.as_json(findings) if as_json else report.as_text(findings)
     sys.stdout.write(f"{text}\n")

@@ -44,6 +44,7 @@ from expertmesh.settings import (
     LogSettings,
     data_home,
 )
+from expertmesh.stop_request import keep_for_later
 from gateway.api_keys import GivenKeys
 from gateway.command.launcher_console import (
     ReadyBlock,
@@ -217,6 +218,7 @@ def exec_expert_worker(model: str, options: ExpertWorkerOptions, log: LogSetting
     inherited = {name: os.environ[name] for name in (LIFELINE_FD, READY_FD) if name in os.environ}
     arguments = [str(folder), *_changed_flags(options), *_changed_flags(log)]
     argv = [sys.executable, "-m", "expert_worker", *arguments]
+    keep_for_later()
     os.execve(sys.executable, argv, child_environment(inherited))
     return 1
 

@@ -19,7 +19,8 @@ from gateway.mesh.expert_watcher import ExpertWatcher
 from gateway.mesh.mesh_status import ExpertWorkerState
 from gateway.mesh.worker_report import ServedIdentity, read_snapshot
 
-_FOUND_WITHIN_S = 5.0
+_FOUND_WITHIN_S = 12.0
+"""Longer than Kubernetes or a resolver is waited for, so that it is known why nothing came."""
 _REACHED_WITHIN_S = 5.0
 _HEARTBEAT_S = 1.0
 _ONE_RELEASE = "start all with the same release, model, --dtype and --expert-dtype"
@@ -46,7 +47,8 @@ def check_workers(
         return
     if not endpoints:
         why = problem or f"nothing was found within {_FOUND_WITHIN_S:g} s"
-        yield broken("expert workers", f"{mesh.experts}: {why}", "start some, or correct --experts")
+        fix = "mend that, or correct --experts" if problem else "start some, or correct --experts"
+        yield broken("expert workers", f"{mesh.experts}: {why}", fix)
         return
     served = None if checkpoint is None else _identity(checkpoint, model, engine)
     for address, answer in _ask(transport, [endpoint.address for endpoint in endpoints]).items():

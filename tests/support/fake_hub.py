@@ -24,6 +24,7 @@ class FakeHub:
     Attributes:
         downloads: How often each file was sent, or a part of it.
         status: What every request is answered with; 0 for what is right.
+        says: What every request is answered with, as by a portal; None for what is right.
         breaks_off: Files of which the next answer ends in the middle.
         corrupts: Files that are sent with another first byte, so many times.
     """
@@ -35,6 +36,7 @@ class FakeHub:
         self.num_requests = 0
         self.ranges: list[str] = []
         self.status = 0
+        self.says: bytes | None = None
         self.breaks_off: set[str] = set()
         self.corrupts: Counter[str] = Counter()
         self.url = ""
@@ -62,6 +64,8 @@ class FakeHub:
         if "org" not in part:  # of no matter to models
             return web.Response(status=404)
         self.num_requests += 1
+        if self.says is not None:
+            return web.Response(body=self.says)
         if self.status:
             code = "GatedRepo" if self.status == 403 else ""
             return web.Response(status=self.status, headers={"X-Error-Code": code} if code else {})

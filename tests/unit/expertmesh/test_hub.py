@@ -172,6 +172,15 @@ async def test_refusals(hub: FakeHub, status: int, name: str, named: str) -> Non
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.parametrize("says", [b"<html>Please log in</html>", b'{"items": 5}', b"[1, 2]", b"5"])
+async def test_what_is_no_hub(hub: FakeHub, says: bytes) -> None:
+    """A portal or a proxy that answers everything is named, as one that may be gone tomorrow."""
+    hub.says = says
+    with pytest.raises(StartupError, match=hub.url) as caught:
+        await resolved()
+    assert "HF_ENDPOINT" in caught.value.fix
+
+
 async def test_models_without_safetensors(hub: FakeHub) -> None:
     """Pickles are never downloaded."""
     del hub.files[WEIGHTS]

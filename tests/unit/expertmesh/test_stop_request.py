@@ -97,6 +97,40 @@ def test_a_wish_may_interrupt_another_one() -> None:
         assert process.wait(WAIT_S) == 7
 
 
+def test_a_signal_waits_until_another_program_listens() -> None:
+    """A process that becomes another one is told to stop in between, and stops in order."""
+    code = (
+        "import os, sys\n"
+        "from expertmesh.stop_request import StopRequest, keep_for_later\n"
+        "keep_for_later()\n"
+        "print('changing', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "os.execve(sys.executable, [sys.executable, '-c', sys.argv[1]], os.environ)\n"
+    )
+    later = (
+        "from expertmesh.stop_request import StopRequest\n"
+        "stopping = StopRequest()\n"
+        "stopping.orderly()\n"
+        "stopping.listen()\n"
+        "stopping.wait()\n"
+        "raise SystemExit(7)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, later],
+        env=child_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "changing\n"
+        process.terminate()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(WAIT_S) == 7
+
+
 def test_no_signal_is_missed_while_others_compute() -> None:
     """The system may interrupt any thread: the one that waits is woken nevertheless."""
     code = (

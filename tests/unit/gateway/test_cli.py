@@ -172,6 +172,19 @@ def test_api_keys(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert served[-1].http.require_model
 
 
+@pytest.mark.parametrize("text", ["", "  ", " , ,"])
+def test_no_key_where_one_was_to_be(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """A variable that was empty, or an empty Secret, must not let everybody in."""
+    assert run_command(["serve", "--api-key", text]) == 2
+    assert "--api-key has no key" in capsys.readouterr().err
+    for variable in ("EXPERTMESH_API_KEYS", "EXPERTMESH_ADMIN_KEYS"):
+        monkeypatch.setenv(variable, text)
+        assert run_command(["serve"]) == 2
+        assert f"{variable} has no key" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["secret\udcff", "secret!", "sec ret secret"])
 def test_a_wrong_key_is_not_shown(
     served: Served, capsys: pytest.CaptureFixture[str], key: str
