@@ -25,7 +25,6 @@ from expertmesh.quiet_gc import QuietGc, pause_while_starting
 from expertmesh.settings import ExpertWorkerOptions, ExpertWorkerSettings, LogSettings, data_home
 from expertmesh.stop_request import StopRequest, end_within
 from expertmesh.tls_settings import warn_of_exposure
-from expertmesh.transport import make_transport
 
 _ENDING_S = 3.0  # for the rest of an orderly end, after the drain
 
@@ -100,6 +99,8 @@ def _serve(
     stopping: StopRequest,
     asked: Probes,
 ) -> None:
+    from expertmesh.transport import make_transport  # imports gRPC
+
     pause_while_starting()
     share = settle(settings.threads, settings.cores)
     checkpoint = Checkpoint.open(resolve_model(settings.model, data_home(), NoProgress()))

@@ -18,6 +18,7 @@ from expertmesh_kernels.paged_attention import (
     write_kv_reference,
 )
 from expertmesh_kernels.triton import attention, kv, ops
+from tests.support.blas import needs_bits_of_rows
 from tests.support.poison import poisoned
 from tests.unit.kernels.triton.test_small import random
 
@@ -128,6 +129,7 @@ def test_options_match_the_reference(
     check(case.run(ROWS, device), case.reference(ROWS))
 
 
+@needs_bits_of_rows
 @pytest.mark.parametrize("name", ["three queries a key", "latent"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_row_has_the_same_bits_in_any_tile_and_split(

@@ -26,6 +26,7 @@ from expertmesh_kernels.linear import pack_linear
 from expertmesh_kernels.triton.grouped_mlp import MlpTables, gated_mlp, grouped_mlp
 from expertmesh_kernels.triton.stored import device_weight
 from expertmesh_kernels.triton.weights import DeviceWeight, plain, table_of
+from tests.support.blas import needs_bits_of_rows
 from tests.support.poison import poisoned
 from tests.unit.kernels.triton.test_small import random
 
@@ -108,6 +109,7 @@ def test_pairs_of_nobody_are_left_out(device: torch.device) -> None:
     assert torch.equal(actual, grouped_mlp(x_RH, rows[kept], owners[kept], layer.tables, SILU))
 
 
+@needs_bits_of_rows
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_ffn_for_all_rows(dtype: torch.dtype, device: torch.device) -> None:
     """As a shared expert, for few rows and many; no rows give none."""

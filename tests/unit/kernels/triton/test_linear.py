@@ -8,6 +8,7 @@ import torch
 from expertmesh_kernels.heads import head_linear_reference, pack_heads
 from expertmesh_kernels.linear import linear_reference, pack_linear
 from expertmesh_kernels.triton.linear import head_linear, linear
+from tests.support.blas import needs_bits_of_rows
 from tests.support.poison import poisoned
 from tests.unit.kernels.triton.test_small import random
 
@@ -31,6 +32,7 @@ def test_matches_the_reference(
     torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
+@needs_bits_of_rows
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
     dtype: torch.dtype, device: torch.device
